@@ -70,9 +70,9 @@ def difference_of_differences_interval(first: np.ndarray, second: np.ndarray) ->
     count, cells = len(first), ((1, 1), (0, 1), (1, 0), (0, 0))
     tables = [[int((rows == cell).all(1).sum()) for cell in cells] for rows in (first, second)]
     (l1, u1), (l2, u2) = (paired_difference_interval(*table) for table in tables)
-    each1, each2 = (rows[:, 1] - rows[:, 0] for rows in (first, second))
-    d1, d2 = each1.mean().item(), each2.mean().item()
-    deviations = each1 - d1, each2 - d2
+    changes1, changes2 = (rows[:, 1] - rows[:, 0] for rows in (first, second))
+    d1, d2 = changes1.mean().item(), changes2.mean().item()
+    deviations = changes1 - d1, changes2 - d2
     norm = math.sqrt(math.prod((values**2).sum() for values in deviations))
     r = (deviations[0] * deviations[1]).sum() / norm * count / (count + 4) if norm else 0.0
     below = math.sqrt((d2 - l2) ** 2 - 2 * r * (d2 - l2) * (u1 - d1) + (u1 - d1) ** 2)

@@ -141,10 +141,10 @@ def test_the_camera_moves_as_with_rotation_matrices():
             _, rotation = moved("z", turn, place, rotation)
         if tilt:
             _, rotation = moved("y", -tilt, place, rotation)
-        found_place, found = seen_from(position, quaternion, (across, up, percent, turn, tilt))
-        np.testing.assert_allclose(found_place, place, atol=1.01e-4)
-        close = Rotation.from_quat(np.array(found)[[1, 2, 3, 0]]) * rotation.inv()
-        assert close.magnitude() < 5e-4 and abs(np.linalg.norm(found) - 1) < 1e-12
+        moved_place, turned = seen_from(position, quaternion, (across, up, percent, turn, tilt))
+        np.testing.assert_allclose(moved_place, place, atol=1.01e-4)
+        close = Rotation.from_quat(np.array(turned)[[1, 2, 3, 0]]) * rotation.inv()
+        assert close.magnitude() < 5e-4 and abs(np.linalg.norm(turned) - 1) < 1e-12
     by_hand = seen_from((1.0, 0.0, 0.8), (1.0, 0.0, 0.0, 0.0), (90, 0, 150, 0, 0))
     np.testing.assert_allclose(by_hand[0], (0.0, 1.5, 0.8), atol=1e-12)
     np.testing.assert_allclose(by_hand[1], (0.5**0.5, 0, 0, 0.5**0.5), atol=1e-4)
@@ -158,7 +158,7 @@ def photograph() -> np.ndarray:
 
 def test_motion_blur_is_a_weighted_sum_along_a_line():
     image, degrees = photograph(), -33.0
-    found = sensor_noise.motion_blur(image, 5, 2, degrees)
+    blurred = sensor_noise.motion_blur(image, 5, 2, degrees)
     weights = [np.exp(-(i**2) / 8) for i in range(11)]
     for row, column in ((0, 0), (100, 250), (3, 17), (255, 128)):
         total = np.zeros(3)
@@ -166,7 +166,7 @@ def test_motion_blur_is_a_weighted_sum_along_a_line():
             x = min(255, max(0, column + int(np.ceil(i * np.cos(np.radians(degrees)) - 0.5))))
             y = min(255, max(0, row + int(np.ceil(i * np.sin(np.radians(degrees)) - 0.5))))
             total += weight / sum(weights) * 257.0 * image[y, x]
-        assert found[row, column].tolist() == [int(value + 0.5) // 257 for value in total]
+        assert blurred[row, column].tolist() == [int(value + 0.5) // 257 for value in total]
 
 
 def test_clouds_are_those_of_the_diamond_square_algorithm():

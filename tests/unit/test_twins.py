@@ -115,11 +115,13 @@ def test_the_interval_of_a_difference_of_differences_is_the_formula_s_and_covers
     first = np.array([[1, 1], [1, 0], [1, 1], [1, 0]] * 5)
     second = np.array([[1, 1], [1, 1], [1, 0], [1, 0]] * 5)  # differences uncorrelated with the first's
     low, high = paired_difference_interval(10, 0, 10, 0)
-    found = difference_of_differences_interval(first, second)
+    interval = difference_of_differences_interval(first, second)
     side = np.hypot(-0.5 - low, high + 0.5)
-    np.testing.assert_allclose(found, (-side, side), atol=1e-12)
+    np.testing.assert_allclose(interval, (-side, side), atol=1e-12)
     same = difference_of_differences_interval(first, first)
-    np.testing.assert_allclose(np.diff(same) ** 2, np.diff(found) ** 2 - 4 * 20 / 24 * 2 * (-0.5 - low) * (high + 0.5))
+    np.testing.assert_allclose(
+        np.diff(same) ** 2, np.diff(interval) ** 2 - 4 * 20 / 24 * 2 * (-0.5 - low) * (high + 0.5)
+    )
     generator, hits = np.random.default_rng(0), 0
     for _ in range(400):
         shared, alone = generator.random((40, 1)), generator.random((40, 4))

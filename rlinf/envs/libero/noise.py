@@ -146,7 +146,7 @@ def glass_blur(image: np.ndarray, sigma: float, most: int, passes: int, draws: n
 def copied_from(most: int, draws: np.ndarray) -> np.ndarray:
     """Return the flat index of the pixel whose value each pixel has after one pass, int64 ``[65536]``.
 
-    The pass copies one pixel after another, from the bottom right to the top left; ``draws`` are the displacements (x, y), so a source
+    The pass copies pixels in turn, from the bottom right to the top left; ``draws`` are the displacements (x, y), so a source
     that the pass has already changed leads to the source's source.
     """
     span = np.arange(SHUFFLED - most, most, -1)

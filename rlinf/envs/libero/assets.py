@@ -43,7 +43,7 @@ OBJECT_VARIANTS = {
     "yellow_moka_pot": "moka_pot", "red_salad_dressing": "salad_dressing", "green_bbq_sauce": "bbq_sauce",
     "blue_ketchup": "alphabet_soup", "yellow_milk": "alphabet_soup",
 }  # fmt: skip
-"""Maps LIBERO-PRO's objects to LIBERO's with the same behaviour (rotation when drawn, states) and another model file."""
+"""Maps LIBERO-PRO's objects to LIBERO's with the same behaviour (rotation when drawn, states) and a different model file."""
 
 
 def find_assets(configured: str | None) -> Path:
@@ -72,7 +72,7 @@ def find_assets(configured: str | None) -> Path:
 
 
 def _assets_of_wheels() -> Path | None:
-    """Return the folder that the wheels share, or None without them; raise MissingDependencyError if some are missing."""
+    """Return the folder filled by the wheels, or None without them; raise MissingDependencyError if some are missing."""
     versions = {}
     for name in WHEELS:
         try:

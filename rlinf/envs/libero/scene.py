@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -331,8 +332,8 @@ def _import_libero(assets: Path) -> Any:
     return ControlEnv
 
 
-def _register_variants(base_object: Any) -> None:
-    """Register ``OBJECT_VARIANTS`` with LIBERO as subclasses with another model file."""
+def _register_variants(base_object: ModuleType) -> None:
+    """Register ``OBJECT_VARIANTS`` with LIBERO as subclasses with a different model file."""
     for variant, base in OBJECT_VARIANTS.items():
         if variant in base_object.OBJECTS_DICT:
             continue

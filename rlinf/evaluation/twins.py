@@ -29,11 +29,11 @@ def outcomes(result: EvaluationResult) -> Outcomes:
         (row.spec.suite, row.task, row.spec.init_state_id, row.spec.seed): bool(row.success) for row in result.results
     }
     pairs = {}
-    for (suite, task, *start), perturbed in success.items():
+    for (suite, task, state, seed), perturbed in success.items():
         kind, twin = result.twins.get(task, ("", ""))
-        plain = success.get((suite, twin, *start))
+        plain = success.get((suite, twin, state, seed))
         if plain is not None:
-            pairs[suite, task, *start] = kind, plain, perturbed
+            pairs[suite, task, state, seed] = kind, plain, perturbed
     return pairs
 
 

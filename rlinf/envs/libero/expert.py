@@ -23,8 +23,6 @@ CLEAR_M, BOWL_M = 0.01, 0.07
 """Gap between a finger and its surroundings that suffices, and the width of a carried bowl's path on either side."""
 DIRECTIONS = np.array([[0.0, 1.0, 0.0], [0.0, -1.0, 0.0], [1.0, 0.0, 0.0], [-1.0, 0.0, 0.0]])
 """From a bowl's centre to the grasped side, in order of preference: the hand starts closing along y."""
-
-
 OUTSIDE = ((0.092, 0.03), (0.092, 0.06), (0.147, 0.13))
 """Points of the hand that need space, as (distance from the bowl's centre, height): the outer finger, and the hand itself."""
 
@@ -69,13 +67,13 @@ class BowlExpert:
             if left < 0.012 or (left < 0.025 and bowl[2] < goal[2] + 0.06):
                 return np.append(hand[:2] + to_goal, hand[2] - 0.03), CLOSE
             rise = max(goal[2] + CARRY_M, self._top(state.data, bowl, to_goal) + MARGIN_M) - bowl[2]
-            share = np.clip(1.0 - (rise - 0.02) / 0.04, 0.0, 1.0)
-            return np.append(hand[:2] + share * to_goal, hand[2] + rise), CLOSE
+            fraction = np.clip(1.0 - (rise - 0.02) / 0.04, 0.0, 1.0)
+            return np.append(hand[:2] + fraction * to_goal, hand[2] + rise), CLOSE
         if away < (2 * NEAR_M if is_closing else NEAR_M):
             return grasp, CLOSE
         hover = HOVER_M * (np.clip((aside - ALIGNED_M) / 0.02, 0.0, 1.0) if is_turned else 1.0)
-        share = np.clip((way[2] - 0.4 * hover) / 0.02, 0.0, 1.0) if hover else 1.0  # first up, then aside
-        return np.append(hand[:2] - share * way[:2], grasp[2] + hover), OPEN
+        fraction = np.clip((way[2] - 0.4 * hover) / 0.02, 0.0, 1.0) if hover else 1.0  # first up, then aside
+        return np.append(hand[:2] - fraction * way[:2], grasp[2] + hover), OPEN
 
     def _velocity(self, data) -> np.ndarray:
         body = self._model.site_bodyid[self._site]

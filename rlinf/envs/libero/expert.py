@@ -19,8 +19,8 @@ RIM_RADIUS_M, RIM_M = 0.047, 0.036
 HOVER_M, CARRY_M, MARGIN_M, RELEASE_M = 0.06, 0.07, 0.03, 0.012
 """Heights above the grasp before descending, of a bowl above its goal and above obstacles, and when opening."""
 ALIGNED_M, ALIGNED_RAD, NEAR_M, HELD_M = 0.012, 0.2, 0.010, 0.03
-CLEAR_M, BOWL_M = 0.01, 0.07
-"""Gap between a finger and its surroundings that suffices, and the width of a carried bowl's path on either side."""
+CLEAR_M, BOWL_M = 0.006, 0.07
+"""Gap between the hand and its surroundings that suffices, and the width of a carried bowl's path on either side."""
 DIRECTIONS = np.array([[0.0, 1.0, 0.0], [0.0, -1.0, 0.0], [1.0, 0.0, 0.0], [-1.0, 0.0, 0.0]])
 """From a bowl's centre to the grasped side, in order of preference: the hand starts closing along y."""
 OUTSIDE = ((0.092, 0.03), (0.092, 0.06), (0.147, 0.13))
@@ -81,7 +81,7 @@ class BowlExpert:
         return data.cvel[body, 3:] + np.cross(data.cvel[body, :3], data.site_xpos[self._site] - centre)
 
     def _side(self, data, hand, axes, bowl) -> np.ndarray:
-        """Return one of ``DIRECTIONS``: the side where the fingers are, or the one with most space for the outer finger."""
+        """Return one of ``DIRECTIONS``: the side where the fingers are, or the first with space for the hand."""
         way = hand - bowl
         across = DIRECTIONS[::2][np.abs(DIRECTIONS[::2] @ axes[:, 0]).argmax()]
         if abs(way @ across) > 0.02 and np.linalg.norm(way[:2]) < 0.09 and way[2] < RIM_M + 0.05:
@@ -90,7 +90,7 @@ class BowlExpert:
             min(self._gap(data, bowl + reach * side + [0.0, 0.0, height]) for reach, height in OUTSIDE)
             for side in DIRECTIONS
         ])  # fmt: skip
-        return DIRECTIONS[:2][gaps[:2].argmax()] if gaps[:2].max() > CLEAR_M else DIRECTIONS[gaps.argmax()]
+        return DIRECTIONS[(gaps > CLEAR_M).argmax() if (gaps > CLEAR_M).any() else gaps.argmax()]
 
     def _gap(self, data, point) -> float:
         """Return the distance from a point to the nearest obstacle's box."""

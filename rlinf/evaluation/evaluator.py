@@ -21,7 +21,7 @@ from rlinf.errors import ConfigError, RejectedInputError
 from rlinf.evaluation.config import NUM_ROWS
 from rlinf.evaluation.result import EvaluationResult, actions_clipped, clipping_warning, far_warning
 from rlinf.evaluation.stopping import StopRule
-from rlinf.evaluation.twins import effects
+from rlinf.evaluation.twins import effects, unpaired_warning
 from rlinf.evaluation.video import write_video
 from rlinf.files import Json
 from rlinf.models.precision import evaluation_mode
@@ -332,7 +332,8 @@ def evaluate_policy(
         twins = {row.task: env.twin_of(env.config, row.task) for row in results}
         evaluation.twins = {task: twin for task, twin in twins.items() if twin is not None}
         evaluation.perturbations = effects(evaluation)
-        evaluation.warnings += env.caveats(env.config) + evaluation.success_label_warning()
+        evaluation.warnings += env.caveats(env.config) + unpaired_warning(evaluation)
+        evaluation.warnings += evaluation.success_label_warning()
         evaluation.warnings += clipping_warning(*actions_clipped(results)) + far_warning(evaluation.states_far_fraction)
         if plan.video_folder is not None:
             _add_videos(evaluation, episodes, plan)

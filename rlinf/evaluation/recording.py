@@ -63,7 +63,7 @@ def record_episodes(
     # Earlier recordings are not replaced until all new ones are written. gather also makes all ranks wait for the folder.
     ranks.gather(lambda: _make_folder(folder, unfinished) if ranks.rank == 0 else None)
     kind: Any = ScoringPolicy if hasattr(model, "predict_action_batch") else CallablePolicy
-    policy = kind(model, env.task_names, evaluation.greedy, evaluation.temperature, evaluation.seed)
+    policy = kind(model, env.stream_names, evaluation.greedy, evaluation.temperature, evaluation.seed)
     numbered = _first_of_tasks(evaluation, num_per_task)[ranks.rank :: ranks.count]
     with evaluation_mode(model):
         ranks.gather(partial(_record, policy, env, numbered, unfinished, size))

@@ -10,6 +10,7 @@ import numpy as np
 from rlinf.evaluation.compare import Pairs
 from rlinf.evaluation.intervals import difference_of_differences_interval
 from rlinf.evaluation.result import EvaluationResult
+from rlinf.evaluation.stopping import Episode, episode_of
 from rlinf.files import Json
 from rlinf.number_formats import format_p_value, format_points
 
@@ -19,15 +20,13 @@ EFFECT_METHOD = (
     "states"
 )
 
-Outcomes = dict[tuple[str, str, int, int], tuple[str, bool, bool]]
-"""Maps each perturbed episode (suite, task, initial state, seed) to its kind, and to success without and with the perturbation."""
+Outcomes = dict[Episode, tuple[str, bool, bool]]
+"""Maps each perturbed episode to its kind, and to success without and with the perturbation."""
 
 
 def outcomes(result: EvaluationResult) -> Outcomes:
     """Return the outcomes of all perturbed episodes whose twin was run, in list order."""
-    success = {
-        (row.spec.suite, row.task, row.spec.init_state_id, row.spec.seed): bool(row.success) for row in result.results
-    }
+    success = {episode_of(row): bool(row.success) for row in result.results}
     pairs = {}
     for (suite, task, state, seed), perturbed in success.items():
         kind, twin = result.twins.get(task, ("", ""))
@@ -44,6 +43,17 @@ def effects(result: EvaluationResult) -> list[Json]:
     cells = ((True, True), (True, False), (False, True), (False, False))
     table = {kind: [row[1:] for row in rows if kind in (row[0], TOTAL)] for kind in kinds} if rows else {}
     return [{"kind": kind, **Pairs(*map(pairs.count, cells)).as_dict()} for kind, pairs in table.items()]
+
+
+def unpaired_warning(result: EvaluationResult) -> list[str]:
+    """Return a warning if perturbed episodes were run without their twins."""
+    num_unpaired = sum(row.task in result.twins for row in result.results) - len(outcomes(result))
+    if not num_unpaired:
+        return []
+    return [
+        f"{num_unpaired} perturbed episodes are not in the effects of perturbations, because the list (evaluation.first_episode, env.tasks) "
+        "lacks the unperturbed task with the same initial state"
+    ]
 
 
 def effect_table(rows: Sequence[Json]) -> str:

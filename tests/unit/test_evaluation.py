@@ -8,6 +8,7 @@ import pytest
 import torch
 from thread_ranks import on_threads
 
+from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.evaluator import EvaluationPlan, RankGroup, evaluate_policy
 from rlinf.evaluation.intervals import wilson_interval
@@ -26,10 +27,7 @@ class NumberLineEnv:
     num_restarts = 0
     config = None
     task_names = TASKS
-
-    @property
-    def stream_names(self):
-        return self.task_names
+    stream_names = VectorEnv.stream_names
 
     def twin_of(self, config, task):
         return None

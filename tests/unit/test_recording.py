@@ -54,8 +54,10 @@ def by_hand(model, prediction, inputs):
 
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("overrides", [MLP, OPENVLA], ids=["mlp", "openvla_tiny"])
-def test_recorded_numbers_are_those_of_the_policy_on_what_it_saw(tmp_path, overrides, greedy):
+def test_recorded_numbers_are_those_of_the_policy_on_what_it_saw(tmp_path, overrides, greedy, monkeypatch):
     model, env = policy_and_env(tmp_path, overrides)
+    streams = ["a twin"] * len(env.task_names)
+    monkeypatch.setattr(type(env), "stream_names", streams)
     specs = env.episode_specs("eval")[:4]
     result = evaluate_policy(model, env, specs, greedy=greedy, seed=5)
     record_episodes(model, env, result, tmp_path / "episodes", 2, 48)
@@ -70,7 +72,7 @@ def test_recorded_numbers_are_those_of_the_policy_on_what_it_saw(tmp_path, overr
         assert sum(recording["rewards"]) == pytest.approx(counted[spec].episode_return, abs=1e-5)
         assert len(recording["frames"]) == len(recording["rewards"]) + 1 == counted[spec].num_env_steps + 1
         observation, _ = alone.reset(options={"episodes": [spec]})
-        stream = ScoringPolicy(model, env.task_names, greedy, 1.0, 5).start_episode(spec)
+        stream = ScoringPolicy(model, streams, greedy, 1.0, 5).start_episode(spec)
         for call in recording["calls"]:
             draws = None if greedy else torch.from_numpy(stream.random((1, model.num_uniforms), dtype=np.float32))
             with torch.no_grad():

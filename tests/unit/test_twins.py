@@ -56,8 +56,6 @@ def test_a_twin_that_was_not_run_gives_no_pair(tmp_path):
 
 def test_a_perturbed_episode_has_the_random_numbers_of_its_twin():
     class TwinEnv(NumberLineEnv):
-        stream_names = (TASKS[0], TASKS[0])
-
         def _start(self, spec):
             return -3.0
 
@@ -76,7 +74,10 @@ def test_a_perturbed_episode_has_the_random_numbers_of_its_twin():
     plain, perturbed = ((row.success, row.episode_return, row.num_env_steps) for row in result.results)
     assert plain == perturbed and result.perturbations[0]["difference"] == 0
     assert result.twins == {TASKS[1]: ("camera", TASKS[0])} and result.warnings[0] == "half of the list"
-    policies = [BatchedPolicy(None, names, False, 1.0, 0) for names in (TwinEnv.stream_names, TASKS)]
+    alone = evaluate_policy(BinPolicy(), TwinEnv(1), specs[1:])
+    assert alone.perturbations == [] and alone.warnings[1].startswith("1 perturbed episodes are not in the effects")
+    assert len(result.warnings) == len(alone.warnings) - 2, "a control: no such warning, and no task is left out"
+    policies = [BatchedPolicy(None, names, False, 1.0, 0) for names in (TwinEnv(2).stream_names, TASKS)]
     numbers = [[policy.start_episode(spec).random(3).tolist() for spec in specs] for policy in policies]
     assert [first == second for first, second in numbers] == [True, False], "a control: a task's own numbers"
 

@@ -442,11 +442,8 @@ def test_the_benchmark_of_all_tasks_continues_after_a_kill_and_counts_a_failed_t
     libero_all_tasks.main()
     counts = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert tried == ["a", "c"] and (counts["tasks"], counts["passed"]) == (3, 2)
-    assert [json.loads(line).get("error") for line in lines.read_text().splitlines()] == [
-        None,
-        None,
-        "ValueError: blank",
-    ]
+    errors = [json.loads(line).get("error") for line in lines.read_text().splitlines()]
+    assert errors == [None, None, "ValueError: blank"]
 
 
 def test_axis_angle_follows_its_definition():

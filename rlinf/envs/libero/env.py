@@ -25,12 +25,7 @@ from rlinf.envs.libero.expert import BowlExpert
 from rlinf.envs.libero.noise import SIZE, SensorNoise
 from rlinf.envs.libero.plus import CATEGORIES, PlusSuite, seen_from
 from rlinf.envs.libero.scene import CAMERAS, CONTROL_FREQ_HZ, Scene, SceneState
-from rlinf.envs.libero.tasks import (
-    HORIZONS,
-    SUITES,
-    Suite,
-    check_packages,
-)
+from rlinf.envs.libero.tasks import HORIZONS, SUITES, Suite, check_packages
 from rlinf.envs.process.env import ProcessVectorEnv
 from rlinf.envs.process.simulator import Simulator, SingleStep, View
 from rlinf.errors import ConfigError, did_you_mean, reject
@@ -117,7 +112,7 @@ class LiberoVectorEnv(ProcessVectorEnv):
     simulator_class: ClassVar[str] = "rlinf.envs.libero.env:LiberoSimulator"
     packages: ClassVar[tuple[str, ...]] = ("mujoco", "robosuite", "hf-libero", "bddl")
     free_settings: ClassVar[tuple[str, ...]] = (
-        *ProcessVectorEnv.free_settings, "train_init_states", "max_scenes", "assets_dir",
+        *ProcessVectorEnv.free_settings, "categories", "train_init_states", "max_scenes", "assets_dir",
     )  # fmt: skip
     without_expert: ClassVar[str] = "its expert puts bowls on plates, as all tasks of env.suite=libero_spatial do"
     config: LiberoConfig
@@ -238,8 +233,8 @@ class LiberoSimulator(Simulator):
         self._scene: Scene | None = None
         self._state: SceneState | None = None
         self._noise: SensorNoise | None = None
-        self._generator = np.random.RandomState()  # of the noise
-        self._draws: Any = None  # the present image's
+        self._noise_generator = np.random.RandomState()
+        self._noise_draws: Any = None
         self._expert: BowlExpert | None = None
 
     def reset(self, spec: EpisodeSpec) -> None:
@@ -261,11 +256,11 @@ class LiberoSimulator(Simulator):
             self._state.view = None if variant is None else seen_from(*scene.compiled_view, variant.view)
             self._noise = SensorNoise(variant.noise) if variant is not None and variant.noise else None
             if number < DRAWN_OFFSET:
-                self._generator = scene.restore(self._state, states[number], spec.seed, number, start)
+                self._noise_generator = scene.restore(self._state, states[number], spec.seed, number, start)
             else:
                 name = task if variant is None else variant.task  # so that a perturbed task starts as its twin
                 seed = derive_seed(spec.seed, suite.name, name, number) & 0xFFFFFFFF
-                self._generator = scene.draw(self._state, seed, start)
+                self._noise_generator = scene.draw(self._state, seed, start)
             self._draw_noise()  # for the image of the public code's reset
             for _ in range(self.config.num_settling_steps):
                 scene.step(self._state, SETTLING_ACTION)
@@ -280,7 +275,7 @@ class LiberoSimulator(Simulator):
     def _draw_noise(self) -> None:
         """Draw the numbers for the noise of the next image, which the public code renders after every env step."""
         if self._noise is not None:
-            self._draws = self._noise.draw(self._generator)
+            self._noise_draws = self._noise.draw(self._noise_generator)
 
     def expert_action(self, aim_offset_m: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
         with self._scene.lock:
@@ -304,7 +299,7 @@ class LiberoSimulator(Simulator):
             state = self._scene.proprioception(self._state) if self.config.state == "proprio" else None
         seen = dict(zip(self.config.cameras, images, strict=True))
         if self._noise is not None and "agentview" in seen:
-            seen["agentview"] = self._noise.apply(seen["agentview"], self._draws)
+            seen["agentview"] = self._noise.apply(seen["agentview"], self._noise_draws)
         return View(seen, state, self._suite.instruction(self._task))
 
     def render(self, size: int) -> np.ndarray:

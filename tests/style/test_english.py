@@ -44,15 +44,15 @@ MOST_VAGUE_NAMES = 1
 
 # The allowance of baselines, the fresh evaluation, the table over seeds and the harder quickstart is included: 1,000 lines of rlinf/.
 SIZES = {
-    "lines of rlinf/": 67_210,
-    "lines of tests/": 65_640,
-    "lines of functions that check": 3_840,
-    "uses of Any": 1_432,
+    "lines of rlinf/": 68_210,
+    "lines of tests/": 66_270,
+    "lines of functions that check": 3_849,
+    "uses of Any": 1_438,
     "calls of import_string": 9,
     "files under 60 lines": 44,
-    "words of docs/": 54_700,
+    "words of docs/": 56_200,
     "pages of docs/": 32,
-    "options in the reference": 384,
+    "options in the reference": 385,
 }
 CHECKS = re.compile(r"_*(check|refuse|reject|require|validate|verify)")
 """How the name of a function that checks starts."""

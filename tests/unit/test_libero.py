@@ -13,6 +13,7 @@ import sys
 import weakref
 import zipfile
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -276,7 +277,9 @@ def test_the_expert_puts_the_bowl_on_the_plate_unless_it_aims_beside_it():
     sim.config.gripper = "openvla"
     assert opened == -1.0 and sim.expert_action()[6] == 1.0
     assert LiberoVectorEnv.has_expert(LiberoConfig(suite="libero_spatial"))
-    assert not LiberoVectorEnv.has_expert(LiberoConfig(suite="libero_goal"))
+    goal = LiberoConfig(suite="libero_goal", tasks=["put_the_bowl_on_the_plate"])
+    assert LiberoVectorEnv.has_expert(goal)
+    assert not LiberoVectorEnv.has_expert(replace(goal, tasks=[*goal.tasks, "put_the_bowl_on_the_stove"]))
 
 
 @needs_package

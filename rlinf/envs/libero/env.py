@@ -6,7 +6,6 @@ Tasks run as in the published evaluations of vision-language-action models.
 from __future__ import annotations
 
 import gc
-import re
 import sys
 import threading
 from collections import OrderedDict
@@ -21,7 +20,7 @@ from rlinf.envs.config import ProcessEnvConfig, select_tasks
 from rlinf.envs.episodes import EpisodeList, check_split
 from rlinf.envs.graphics.backend import choose_backend
 from rlinf.envs.libero.assets import check_assets, check_originals, find_assets
-from rlinf.envs.libero.expert import BowlExpert
+from rlinf.envs.libero.expert import BowlExpert, is_solved
 from rlinf.envs.libero.noise import SIZE, SensorNoise
 from rlinf.envs.libero.plus import CATEGORIES, PlusSuite, seen_from
 from rlinf.envs.libero.scene import CAMERAS, CONTROL_FREQ_HZ, Scene, SceneState
@@ -173,8 +172,8 @@ class LiberoVectorEnv(ProcessVectorEnv):
     @classmethod
     def has_expert(cls, config: LiberoConfig) -> bool:
         """Return whether the selected tasks put a bowl on a plate."""
-        names = config.tasks or cls.all_task_names(config)
-        return all(re.search("bowl.*_on_the_plate$", name) for name in names)
+        suite = SUITES[config.suite]
+        return all(is_solved(suite.bddl_file(task)) for task in config.tasks or cls.all_task_names(config))
 
     @classmethod
     def check_statistics(cls, config: LiberoConfig, statistics: Statistics) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +27,12 @@ DIRECTIONS = np.array([[0.0, 1.0, 0.0], [0.0, -1.0, 0.0], [1.0, 0.0, 0.0], [-1.0
 """From a bowl's centre to the grasped side, in order of preference: the hand starts closing along y."""
 OUTSIDE = ((0.092, 0.03), (0.092, 0.06), (0.147, 0.13))
 """Points of the hand that need space, as (distance from the bowl's centre, height): the outer finger, and the hand itself."""
+
+
+def is_solved(bddl_file: Path) -> bool:
+    """Return whether the goal of a task is only that a bowl is on a plate."""
+    goal = bddl_file.read_text(encoding="utf-8").partition("(:goal")[2]
+    return re.fullmatch(r"\s*\(And \(On \w*bowl\w* \w*plate\w*\)\)[\s)]*", goal, re.IGNORECASE) is not None
 
 
 class BowlExpert:

@@ -150,10 +150,11 @@ def default_text(field: dataclasses.Field) -> str:
 
 
 def meaning(metadata: Mapping[str, typing.Any]) -> str:
-    """Return an option's help, bounds (except a minimum of 0 or 1), and choices unless the help names all of them."""
+    """Return an option's help, bounds (except a minimum of 0 or 1), and choices (6 of many) unless the help names all."""
     choices = [override_text(choice) for choice in metadata["choices"] or ()]
     named = all(re.search(rf"\b{re.escape(choice)}\b", metadata["help"]) for choice in choices)
-    limits = [] if named else [", ".join(f"`{choice}`" for choice in choices)]
+    rest = f" and {len(choices) - 6} more" if len(choices) > 12 else ""
+    limits = [] if named else [", ".join(f"`{choice}`" for choice in (choices[:6] if rest else choices)) + rest]
     low, high, below = (metadata.get(key) for key in ("minimum", "maximum", "below"))
     if high is not None:
         limits.append(f"\u2264\u00a0{high}" if low is None else f"{low}\u00a0to\u00a0{high}")

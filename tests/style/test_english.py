@@ -45,7 +45,7 @@ MOST_VAGUE_NAMES = 1
 # The allowance of baselines, the fresh evaluation, the table over seeds and the harder quickstart is included: 1,000 lines of rlinf/.
 SIZES = {
     "lines of rlinf/": 68_210,
-    "lines of tests/": 66_270,
+    "lines of tests/": 66_305,
     "lines of functions that check": 3_849,
     "uses of Any": 1_438,
     "calls of import_string": 9,

@@ -23,19 +23,10 @@ from rlinf.envs.libero.scene import Scene
 from rlinf.envs.libero.tasks import SUITES
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.types import EpisodeSpec, Observation
+from tests.libero_files import needs
 
 NAMES = [f"libero_plus_{name}" for name in ("spatial", "object", "goal", "10")]
 TASK = "pick_up_the_black_bowl_from_table_center_and_place_it_on_the_plate"
-
-
-def needs(*functions):
-    reason = None
-    try:
-        for function in functions:
-            function()
-    except MissingDependencyError as error:
-        reason = str(error)
-    return pytest.mark.skipif(reason is not None, reason=str(reason))
 
 
 needs_plus = needs(libero_tasks.package_folder, PLUS_WHEEL.root)

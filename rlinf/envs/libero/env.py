@@ -51,7 +51,7 @@ class LiberoConfig(ProcessEnvConfig):
     usual_cameras: ClassVar[tuple[str, ...]] = ("agentview", "wrist")
 
     name: str = option("libero", "Name of the registered environment.")
-    suite: str = option("libero_spatial", "Suite of tasks.", choices=tuple(SUITES))
+    suite: str = option("libero_spatial", "Suite of LIBERO, LIBERO-PRO or LIBERO-Plus.", choices=tuple(SUITES))
     categories: list[str] | None = option(
         None, f"Kinds of perturbation in suites of LIBERO-Plus: {', '.join(CATEGORIES)}; null: all."
     )

@@ -58,15 +58,11 @@ def find_assets(configured: str | None) -> Path:
         if folder:
             return Path(folder).expanduser().resolve()
     settings = Path(os.environ.get("LIBERO_CONFIG_PATH", "~/.libero")).expanduser() / "config.yaml"
-    elsewhere = [
-        package_folder() / "assets",
-        _assets_of_settings(settings),
-        Path("~/.cache/libero/assets").expanduser(),
-    ]
-    places = [place for place in (_assets_of_wheels(), *elsewhere) if place is not None]
-    for place in places:
-        if _has_assets(place):
-            return place.resolve()
+    cache = Path("~/.cache/libero/assets").expanduser()
+    searched = [_assets_of_wheels(), package_folder() / "assets", _assets_of_settings(settings), cache]
+    places = [place for place in searched if place is not None]
+    if present := next(filter(_has_assets, places), None):
+        return present.resolve()
     looked = ", ".join(map(str, places))
     raise MissingDependencyError(f"LIBERO's assets (meshes and textures) are not in any of {looked}. {_HINT}")
 

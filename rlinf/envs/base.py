@@ -12,11 +12,11 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 from PIL import Image
 
-from rlinf.envs.config import EnvConfig, check_cameras, select_tasks
+from rlinf.envs.config import EnvConfig, check_listed
 from rlinf.envs.episodes import drawn_episodes
 from rlinf.envs.steps import EpisodeStats, SimulatorChunk, SimulatorStep, chunk_of_steps
 from rlinf.envs.success_override import SuccessOverride, check_success_classifier
-from rlinf.errors import ConfigError, NonFiniteError, did_you_mean
+from rlinf.errors import ConfigError, NonFiniteError, did_you_mean, reject
 from rlinf.options import override_text
 from rlinf.seeding import derive_seed
 from rlinf.types import ChunkStep, EpisodeSpec, Observation, Statistics
@@ -80,7 +80,7 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         self.action_low = np.asarray(action_low, dtype=np.float32)
         self.action_high = np.asarray(action_high, dtype=np.float32)
         self.action_dim = len(self.action_low)
-        self.task_names = select_tasks(self.all_task_names(config), config.tasks)
+        self.task_names = self.selected_tasks(config)
         self._task_horizons = [self.horizon_of(config, task) for task in self.task_names]
         self.max_episode_steps = max(self._task_horizons)
         self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP if auto_reset else AutoresetMode.DISABLED}
@@ -246,10 +246,21 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
     @classmethod
     def check_names(cls, config: EnvConfig) -> None:
         """Raise ConfigError if a task or camera of ``config`` is unknown or repeated, or no task is left."""
-        select_tasks(cls.all_task_names(config), config.tasks)
-        check_cameras(config.cameras, cls.camera_names)
+        cls.selected_tasks(config)
+        check_listed("camera", config.cameras, cls.camera_names)
         if config.success_classifier is not None:
             check_success_classifier(config)
+
+    @classmethod
+    def selected_tasks(cls, config: EnvConfig) -> list[str]:
+        """Return the tasks that ``config.tasks`` selects (None: all), in the suite's order. Reject unknown or repeated names."""
+        names = cls.all_task_names(config)
+        if config.tasks is None:
+            return list(names)
+        check_listed("task", config.tasks, names)
+        if not config.tasks:
+            reject("env.tasks is []", "at least one task, or null for all", f"env.tasks=[{names[0]}]")
+        return [name for name in names if name in config.tasks]
 
     @classmethod
     def horizon_of(cls, config: EnvConfig, task: str) -> int:
@@ -274,7 +285,7 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
     @classmethod
     def longest_horizon(cls, config: EnvConfig) -> int:
         """Return the maximum ``horizon_of`` over the selected tasks."""
-        return max(cls.horizon_of(config, task) for task in select_tasks(cls.all_task_names(config), config.tasks))
+        return max(cls.horizon_of(config, task) for task in cls.selected_tasks(config))
 
     @classmethod
     def num_init_states(cls, config: EnvConfig, split: str) -> int:

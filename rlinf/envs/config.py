@@ -88,35 +88,12 @@ def most_simulators(config: EnvConfig, gpu_bytes: int | None, num_threads: int) 
     return max(1, FEW_SIMULATORS // num_threads)
 
 
-def select_tasks(names: list[str], wanted: list[str] | None) -> list[str]:
-    """Return the ``names`` that are ``wanted`` (None: all), in the suite's order. Reject unknown or repeated names."""
-    if wanted is None:
-        return list(names)
-    for name in wanted:
-        if name not in names:
-            fixed = list(dict.fromkeys(closest(other, names) or names[0] for other in wanted))
-            raise ConfigError(
-                f"Unknown task '{name}' in env.tasks.{did_you_mean(name, names)} Set env.tasks={override_text(fixed)}"
-            )
-    if not wanted:
-        raise ConfigError(f"env.tasks is []; expected at least one task, or null for all. Set env.tasks=[{names[0]}]")
-    unique = list(dict.fromkeys(wanted))
-    if len(unique) < len(wanted):
-        raise ConfigError(f"env.tasks={override_text(wanted)} repeats a task. Set env.tasks={override_text(unique)}")
-    return [name for name in names if name in wanted]
-
-
-def check_cameras(cameras: Sequence[str], known: Sequence[str] | None = None) -> None:
-    """Raise ConfigError if a name in ``env.cameras`` is repeated or not ``known`` (None: any name is valid)."""
-    for camera in cameras:
-        if known is not None and camera not in known:
-            fixed = dict.fromkeys(closest(name, known) or known[0] for name in cameras)
-            raise ConfigError(
-                f"Unknown camera '{camera}' in env.cameras.{did_you_mean(camera, known)} "
-                f"Set env.cameras={override_text(list(fixed))}"
-            )
-    unique = list(dict.fromkeys(cameras))
-    if len(unique) < len(cameras):
-        raise ConfigError(
-            f"env.cameras={override_text(list(cameras))} repeats a camera. Set env.cameras={override_text(unique)}"
-        )
+def check_listed(kind: str, names: Sequence[str], known: Sequence[str] | None) -> None:
+    """Raise ConfigError if a name in ``env.<kind>s`` is repeated or not ``known`` (None: any name is valid)."""
+    key, unique = f"env.{kind}s", list(dict.fromkeys(names))
+    for name in names if known is not None else ():
+        if name not in known:
+            fixed = override_text(list(dict.fromkeys(closest(other, known) or known[0] for other in names)))
+            raise ConfigError(f"Unknown {kind} '{name}' in {key}.{did_you_mean(name, known)} Set {key}={fixed}")
+    if len(unique) < len(names):
+        raise ConfigError(f"{key}={override_text(list(names))} repeats a {kind}. Set {key}={override_text(unique)}")

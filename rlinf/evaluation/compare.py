@@ -8,11 +8,13 @@ from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from rlinf.errors import ConfigError
-from rlinf.evaluation.intervals import bootstrap_interval, paired_difference_interval
+from rlinf.evaluation import intervals
 from rlinf.evaluation.result import EvaluationResult, Success
 from rlinf.evaluation.sequential import LEVEL, difference_confidence_sequence, sequential_p_value
-from rlinf.evaluation.stopping import episode_of
+from rlinf.evaluation.stopping import Episode, episode_of
 from rlinf.files import Json
 from rlinf.manifest import Mismatch, reject_mismatches
 from rlinf.number_formats import format_p_value, format_points
@@ -23,9 +25,8 @@ SEQUENTIAL_METHOD = "Sequential test of the episodes on which the two differ (Ro
 METHOD = "Exact conditional McNemar test, two-sided; 95 % interval of the paired difference: Newcombe 1998, method 10"
 RETURN_METHOD = "Returns: exact sign test, two-sided, without episodes of equal returns; 95 % interval of the mean difference: percentile bootstrap of the pairs"
 
-CHANGE_METHOD = (
-    "Change of a perturbation's effect: 95 % interval of the difference of paired differences by MOVER (Zou 2007)"
-)
+TOTAL = "all kinds"
+CHANGE_METHOD = "Change of an effect: 95 % interval of the difference of paired differences by MOVER (Zou 2007)"
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Pairs:
     @property
     def interval(self) -> tuple[float, float]:
         """95 % interval of ``difference``."""
-        return paired_difference_interval(self.both, self.only_b, self.only_a, self.neither)
+        return intervals.paired_difference_interval(self.both, self.only_b, self.only_a, self.neither)
 
     @property
     def p_value(self) -> float:
@@ -138,7 +139,7 @@ class ReturnPairs:
     @cached_property
     def interval(self) -> tuple[float, float]:
         """95 % interval of ``difference``; infinite for a single episode."""
-        return bootstrap_interval(self.differences)
+        return intervals.bootstrap_interval(self.differences)
 
     @property
     def p_value(self) -> float:
@@ -170,7 +171,8 @@ class Comparison:
         sequential: Pairs of all tasks, if one of the two evaluations could end early.
         returns: Maps each task to the returns of its episodes; empty for questions and for evaluations that could end early.
         reports_success: Whether episodes can succeed; if not, only ``returns`` are compared.
-        changes: How the effects of perturbations differ, as from ``rlinf.evaluation.twins.changes``.
+        changes: How the effect of each kind of perturbation differs: ``kind``, number of ``episodes``, effects ``a`` and ``b`` (success
+            with the perturbation minus without), ``difference`` and ``interval``; empty for evaluations that could end early.
     """
 
     per_task: dict[str, Pairs]
@@ -327,7 +329,7 @@ def compare(result_a: EvaluationResult, result_b: EvaluationResult, allow_mismat
         num_planned = max(result.stopping["num_planned"] for result in stopped)
         _make_sequential(comparison, [(first[key], second[key]) for key in order], num_planned)
     else:
-        comparison.returns = _pair_returns(result_a, result_b)
+        comparison.returns, comparison.changes = _pair_returns(result_a, result_b), _changes(result_a, result_b)
     return comparison
 
 
@@ -341,6 +343,32 @@ def _pair_returns(result_a: EvaluationResult, result_b: EvaluationResult) -> dic
                 (result.episode_return, second[episode_of(result)])
             )
     return {task: ReturnPairs(*zip(*pairs, strict=True)) for task, pairs in tasks.items()}
+
+
+def perturbed_outcomes(result: EvaluationResult) -> dict[Episode, tuple[str, bool, bool]]:
+    """Map each perturbed episode whose twin was run to its kind, and to success without and with the perturbation, in list order."""
+    success = {episode_of(row): bool(row.success) for row in result.results}
+    pairs = {}
+    for (suite, task, state, seed), perturbed in success.items():
+        kind, twin = result.twins.get(task, ("", ""))
+        if (plain := success.get((suite, twin, state, seed))) is not None:
+            pairs[suite, task, state, seed] = kind, plain, perturbed
+    return pairs
+
+
+def _changes(before: EvaluationResult, after: EvaluationResult) -> list[Json]:
+    """Return ``Comparison.changes``, over the pairs that both have run; the last row is over all kinds."""
+    first, second = perturbed_outcomes(before), perturbed_outcomes(after)
+    common = [key for key in first if key in second]
+    kinds = [*dict.fromkeys(first[key][0] for key in common), TOTAL] if common else []
+    rows = []
+    for kind in kinds:
+        keys = [key for key in common if kind in (first[key][0], TOTAL)]
+        tables = [np.array([table[key][1:] for key in keys], dtype=int) for table in (first, second)]
+        low, high = intervals.difference_of_differences_interval(*tables)
+        a, b = ((table[:, 1] - table[:, 0]).mean().item() for table in tables)
+        rows.append({"kind": kind, "episodes": len(keys), "a": a, "b": b, "difference": b - a, "interval": [low, high]})
+    return rows
 
 
 def _make_sequential(

@@ -276,7 +276,8 @@ class EvaluationPlan:
         known: The same policy's results on some of the episodes, which are not run again.
         ranks: Divides the episodes among processes; this one runs its ``rank_slice``.
         episodes: Runs the episodes elsewhere, with the same settings and weights. If None, they run in this process.
-        stop: Rule for early stopping; the result then covers the first episodes of the list, at least one per task. None: the full list.
+        stop: Rule for early stopping; the result then covers the first episodes of the list, at least one per task (if perturbed, per
+            kind and unperturbed task). None: the full list.
         look_every: Number of episodes across all ranks between checks of ``stop``; None: one per env. It does not affect the result.
     """
 
@@ -325,7 +326,7 @@ def evaluate_policy(
         episodes = LocalEpisodes(kind(model, env.stream_names, greedy, temperature, seed), env)
     restarts_before = episodes.num_restarts
     with evaluation_mode(model):
-        results = _run_all(episodes, specs, plan, env.num_envs, on_result)
+        results = _run_all(episodes, specs, plan, env, on_result)
         evaluation = EvaluationResult(
             results, greedy, temperature, seed, reports_success=env.reports_success(env.config)
         )
@@ -342,7 +343,7 @@ def evaluate_policy(
         evaluation.warnings.append(
             f"{num_restarts} simulator worker processes were lost and replaced, and their episodes restarted; see the log"
         )
-    num_missing = len(env.task_names) - len({result.spec.task_id for result in results})
+    num_missing = len(env.task_names) - len({spec.task_id for spec in specs})
     if num_missing:
         evaluation.warnings.append(
             f"{num_missing} of {len(env.task_names)} tasks have no episode in the list of {len(specs)} "
@@ -356,14 +357,16 @@ def _run_all(
     episodes: Episodes,
     specs: Sequence[EpisodeSpec],
     plan: EvaluationPlan,
-    num_envs: int,
+    env: VectorEnv,
     on_result: Callable[[EpisodeResult], None],
 ) -> list[EpisodeResult]:
     """Return the results of all ranks, up to the episode at which ``plan.stop`` ends the evaluation."""
     ranks, stop, results = plan.ranks, plan.stop, {result.spec: result for result in plan.known}
-    size = len(specs) if stop is None else plan.look_every or num_envs * ranks.count
-    tasks = [spec.task_id for spec in specs]
-    least = 1 + max(tasks.index(task) for task in set(tasks))  # every task at least once
+    size = len(specs) if stop is None else plan.look_every or env.num_envs * ranks.count
+    names = [env.task_names[spec.task_id] for spec in specs]
+    # Every task at least once; perturbed tasks, which may have one episode each, are one per kind of each unperturbed task.
+    groups = [env.twin_of(env.config, name) or name for name in names]
+    least = 1 + max(groups.index(group) for group in set(groups))
     for first in range(0, len(specs), size):
         queue = rank_slice(
             [spec for spec in specs[first : first + size] if spec not in results], ranks.rank, ranks.count

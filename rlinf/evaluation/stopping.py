@@ -82,6 +82,6 @@ def note_stopping(result: EvaluationResult, stop_when: str | float | None, num_p
     interval = format_interval(*rate_confidence_sequence(result.total.successes, done))
     ended = f"ended after {done} of {num_planned} episodes" if done < num_planned else f"ran all {num_planned} episodes"
     result.warnings.append(
-        f"The evaluation {ended} with evaluation.stop_when={stop_when}. The intervals per task and in total do not account for early "
+        f"The evaluation {ended} with evaluation.stop_when={stop_when}. The result's intervals do not account for early "
         f"stopping; a 95 % interval of the success rate that does is {interval}"
     )

@@ -203,13 +203,9 @@ def check_evaluation(config: RunConfig, trains: bool = False) -> None:
     available = _available_episodes(config, "evaluation")
     if trains:
         config.evaluation.fresh_episodes(available)
-    recorded = config.evaluation.record_episodes
-    if recorded:
-        later, off = (
-            "ranks that run the policy; `rlinf evaluate` records any checkpoint later",
-            "evaluation.record_episodes=0",
-        )
-        actual = f"evaluation.record_episodes={recorded}"
+    if recorded := config.evaluation.record_episodes:
+        later = "ranks that run the policy; `rlinf evaluate` records any checkpoint later"
+        actual, off = f"evaluation.record_episodes={recorded}", "evaluation.record_episodes=0"
         keys = {"cluster.num_rollout_workers": None, "cluster.placement": "colocated"}
         require_values(config, actual, *((key, value, later, off) for key, value in keys.items()))
     if config.evaluation.baselines:
@@ -227,7 +223,7 @@ def check_evaluation(config: RunConfig, trains: bool = False) -> None:
 def _available_episodes(config: RunConfig, section: str) -> int:
     """Return the number of episodes in the split of ``section``; raise ConfigError if it is too small."""
     env, settings, env_class = config.env, getattr(config, section), ENVS.get(config.env.name)
-    num_tasks = len(env.tasks or env_class.all_task_names(env))
+    num_tasks = len(env_class.selected_tasks(env))
     per_task = env_class.num_init_states(env, settings.split)
     available, first = num_tasks * per_task, getattr(settings, "first_episode", 0)
     split = f"the split '{settings.split}' has {num_tasks} tasks x {per_task} initial states = {available}"

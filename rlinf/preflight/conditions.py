@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from rlinf.config.schema import RunConfig
 from rlinf.envs import ENVS
-from rlinf.envs.config import select_tasks
 from rlinf.files import Json, sha256_of
 from rlinf.manifest import ACTION_FIELDS, Manifest, git_revision, library_versions, package_versions
 from rlinf.models.base_weights import weights_digest
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 def conditions_of(config: RunConfig) -> Json:
     """Return the manifest fields of a configuration and this machine, without the model."""
     env_class = ENVS.get(config.env.name)
-    tasks = select_tasks(env_class.all_task_names(config.env), config.env.tasks)
+    horizons = {task: env_class.horizon_of(config.env, task) for task in env_class.selected_tasks(config.env)}
     env = {name: value for name, value in asdict(config.env).items() if name not in env_class.free_settings}
     if config.env.success_classifier is not None:
         folder = Path(config.env.success_classifier).expanduser()
@@ -34,7 +33,7 @@ def conditions_of(config: RunConfig) -> Json:
     return {
         "versions": library_versions(),
         "precision": config.model.precision,
-        "env": {**env, "max_episode_steps": {task: env_class.horizon_of(config.env, task) for task in tasks}},
+        "env": {**env, "max_episode_steps": horizons},
         "simulators": package_versions(env_class.packages_of(config.env)),
         "seed": config.seed,
     }

@@ -21,7 +21,6 @@ from rlinf.envs.config import (
     ProcessEnvConfig,
     default_num_worker_threads,
     most_simulators,
-    select_tasks,
     with_share_of_cores,
 )
 from rlinf.envs.graphics.backend import may_draw_on_gpu
@@ -167,7 +166,7 @@ def phases_of(config: RunConfig) -> list[str]:
 def _observation(config: RunConfig, rows: int) -> Observation:
     """Return a batch of the env's observations, with the longest task name as instruction."""
     spec, env = env_spec(config), config.env
-    names = select_tasks(ENVS.get(env.name).all_task_names(env), env.tasks)
+    names = ENVS.get(env.name).selected_tasks(env)
     images = {name: np.zeros((rows, spec.image_size, spec.image_size, 3), np.uint8) for name in env.cameras}
     state = np.zeros((rows, spec.state_dim), np.float32) if spec.state_dim else None
     return Observation(images, state, [max(names, key=len).replace("_", " ")] * rows)

@@ -9,7 +9,6 @@ from pathlib import Path
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.compare import EPISODES, Comparison, compare
 from rlinf.evaluation.result import EvaluationResult
-from rlinf.evaluation.twins import changes
 from rlinf.files import follow_latest, write_text
 from rlinf.manifest import POLICY_FIELDS, Manifest, check_allowed, reject_mismatches
 from rlinf.manifest import compare as compare_manifests
@@ -63,10 +62,7 @@ def _compare(file_a: Path, file_b: Path, allow_mismatch: Sequence[str]) -> Compa
         raise ConfigError(f"{actual}; expected two evaluations of the same kind. Pass a different folder")
     if kind is not None:
         return kind.compare(file_a, file_b, allow_mismatch)
-    first, second = EvaluationResult.from_json(file_a), EvaluationResult.from_json(file_b)
-    comparison = compare(first, second, allow_mismatch)
-    comparison.changes = changes(first, second)
-    return comparison
+    return compare(EvaluationResult.from_json(file_a), EvaluationResult.from_json(file_b), allow_mismatch)
 
 
 def evaluation_folder(path: str | os.PathLike) -> Path:

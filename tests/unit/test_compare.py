@@ -253,9 +253,7 @@ def test_returns_are_paired_by_episode_and_counted_by_hand():
     found = compare(returns_of(RETURNS_A), shuffled).return_total
     assert sorted(found.differences) == [-5.0, 0.0, 10.0, 20.0, 40.0, 55.0] and found.difference == 20.0
     assert (found.higher_a, found.higher_b) == (1, 4)
-    assert found.p_value == pytest.approx(2 * (1 + 5) / 2**5), (
-        "of 5 coins at most one falls the other way; the tie is out"
-    )
+    assert found.p_value == pytest.approx(2 * (1 + 5) / 2**5), "at most one of 5 coins; the tie is out"
     assert ReturnPairs((1.0,) * 10, (2.0,) * 10).p_value == 2 / 2**10 and ReturnPairs((1.0,), (1.0,)).p_value == 1.0
     low, high = found.interval
     assert 0 < low < 20 < high
@@ -273,9 +271,7 @@ def test_a_task_without_success_is_compared_by_returns_alone(tmp_path):
     assert data["total"] is None and data["per_task"] == {} and json.loads(json.dumps(data)) == data
     assert data["returns"]["per_task"]["task 0"]["difference"] == pytest.approx(5 / 3)  # 10, 0, -5
     with_success = compare(returns_of(RETURNS_A, True), returns_of(RETURNS_B, True))
-    assert "0/6" in with_success.table() and "return b - a = +20" in with_success.table(), (
-        "control: a measured rate of 0"
-    )
+    assert "0/6" in with_success.table() and "return b - a = +20" in with_success.table(), "a rate of 0"
     assert with_success.as_dict()["total"]["episodes"] == 6
     for tag, result in (("before_rl", returns_of(RETURNS_A)), ("after_rl", returns_of(RETURNS_B))):
         result.to_json(tmp_path / "eval" / tag / "result.json")

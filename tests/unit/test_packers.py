@@ -101,9 +101,7 @@ def test_answers_and_their_end_tokens_are_learned_and_nothing_else(family, kind)
     for _ in range(12):
         messages = conversation(generator, family)
         sample = packer.sample({"messages": messages})
-        assert sample.input_ids == tokenizer.apply_chat_template(messages, return_dict=False), (
-            "the template's own tokens"
-        )
+        assert sample.input_ids == tokenizer.apply_chat_template(messages, return_dict=False), "the template's tokens"
         pieces = PIECES[family](messages)
         expected = slow_mask(tokenizer, sample.input_ids, pieces, kind, special)
         assert sample.token_mask == expected, messages

@@ -121,9 +121,7 @@ def test_four_episodes_are_valued_by_three_others_each():
     last_rows, returns = np.repeat(np.arange(1, 8, 2), 2), np.full(8, -0.25, np.float32)
     returns[:2] = -1
     values = cross_fitted_values(torch.zeros(8, 2), returns, last_rows, 0)
-    assert values.tolist() == pytest.approx([-0.25] * 2 + [-0.5] * 6, abs=0.03), (
-        "with the own episode all would be -0.44"
-    )
+    assert values.tolist() == pytest.approx([-0.25] * 2 + [-0.5] * 6, abs=0.03), "with the own episode: -0.44"
 
 
 def test_each_instruction_has_its_share_of_good_rows(monkeypatch):

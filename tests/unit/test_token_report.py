@@ -94,9 +94,7 @@ def test_a_dpo_run_whose_model_got_worse_is_no_success_though_its_loss_fell(run,
         for n in range(6)
     ]  # fmt: skip
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert "the loss certainly fell" in write_report(run).read_text(encoding="utf-8"), (
-        "all there is without an evaluation"
-    )
+    assert "the loss certainly fell" in write_report(run).read_text(encoding="utf-8"), "all without an evaluation"
     pairs = Pairs(both=60, only_a=33, only_b=5, neither=52)
     (run / "eval" / "test").mkdir(parents=True)
     (run / "eval" / "test" / "compare.json").write_text(

@@ -47,9 +47,7 @@ def test_a_learning_rate_that_is_set_counts_from_the_next_step_on():
     step.set_learning_rate(0.5)
     before = weight.detach().clone()
     step.apply(step.accumulate([ROWS], lambda rows: loss_of(weight, rows))["loss"])
-    assert (weight - before).abs().tolist() == pytest.approx([0.5, 0.5]), (
-        "the first step of Adam is as long as its rate"
-    )
+    assert (weight - before).abs().tolist() == pytest.approx([0.5, 0.5]), "Adam's first step is its rate"
     step.set_learning_rate(0.0)
     before = weight.detach().clone()
     step.apply(step.accumulate([ROWS], lambda rows: loss_of(weight, rows))["loss"])

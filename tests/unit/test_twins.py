@@ -8,17 +8,21 @@ import numpy as np
 import pytest
 
 from rlinf.evaluation.compare import compare
-from rlinf.evaluation.evaluator import BatchedPolicy, _select_videos, evaluate_policy
+from rlinf.evaluation.evaluator import BatchedPolicy, EvaluationPlan, _select_videos, evaluate_policy
 from rlinf.evaluation.intervals import difference_of_differences_interval, paired_difference_interval
 from rlinf.evaluation.result import EvaluationResult
-from rlinf.evaluation.twins import changes, effect_table, effects
+from rlinf.evaluation.stopping import UntilNarrow
+from rlinf.evaluation.twins import effect_table, effects
 from rlinf.report.compare_folders import compare_folders
+from rlinf.report.run_page import write_report
+from rlinf.report.runs import read_runs, write_runs_report
 from rlinf.types import EpisodeResult, EpisodeSpec
 from tests.unit.test_evaluation import TASKS, BinPolicy, NumberLineEnv
 
 KINDS = {"camera": 6, "noise": 4}
 NAMES = ["plain_0", "plain_1", *(f"{kind}_{n}" for kind, count in KINDS.items() for n in range(count))]
 TWINS = {name: (name.split("_")[0], f"plain_{int(name[-1]) % 2}") for name in NAMES[2:]}
+SOLVED = ({"plain_0", "plain_1", "camera_0"}, {"plain_0", "plain_1", *NAMES[2:6], "noise_0"})
 
 
 def result_of(solved: set[str], names=NAMES) -> EvaluationResult:
@@ -82,34 +86,44 @@ def test_a_perturbed_episode_has_the_random_numbers_of_its_twin():
     assert [first == second for first, second in numbers] == [True, False], "a control: a task's own numbers"
 
 
+def test_an_evaluation_may_end_before_every_variant_but_not_before_every_kind_of_each_task():
+    plain = type("PlainEnv", (NumberLineEnv,), {"task_names": NAMES})
+    perturbed = type("PerturbedEnv", (plain,), {"twin_of": lambda self, config, task: TWINS.get(task)})
+    specs, plan = [EpisodeSpec("line", task, 0, 0) for task in range(12)], EvaluationPlan(stop=UntilNarrow(0.99))
+    results = [evaluate_policy(BinPolicy(), env(3), specs, plan=plan) for env in (perturbed, plain)]
+    assert [result.episodes for result in results] == [10, 12], "noise_1 is the tenth; a control: tasks without twins"
+    assert not any("no episode" in warning for result in results for warning in result.warnings)
+
+
 def test_the_change_between_two_policies_is_a_difference_of_differences():
-    before, after = (
-        result_of({"plain_0", "plain_1", "camera_0"}),
-        result_of({"plain_0", "plain_1", *NAMES[2:6], "noise_0"}),
-    )
-    camera, noise, both = changes(before, after)
+    before, after = map(result_of, SOLVED)
+    comparison = compare(before, after)
+    camera, noise, both = comparison.changes
     assert (camera["a"], camera["b"], camera["difference"]) == pytest.approx((-5 / 6, -2 / 6, 3 / 6))
     assert (noise["a"], noise["b"], noise["difference"]) == (-1, -0.75, 0.25)
     assert (both["episodes"], both["difference"]) == (10, pytest.approx(0.4))
     assert camera["interval"][0] < 0.5 < camera["interval"][1]
-    comparison = compare(before, after)
-    comparison.changes = [camera, noise, both]
+    assert not compare(before, replace(after, stopping={"stop_when": 0.1, "num_planned": 12})).changes
     assert list(comparison.per_task) == ["plain", "camera", "noise"]
     assert json.loads(json.dumps(comparison.as_dict()))["changes"][1] == noise
     assert "Zou" in comparison.method and comparison.table().count("camera") == 2
 
 
-def test_the_page_of_a_comparison_shows_effects_and_their_changes(tmp_path):
-    solved = ({"plain_0", "plain_1", "camera_0"}, {"plain_0", "plain_1", *NAMES[2:6], "noise_0"})
-    for name, names in zip("ab", solved, strict=True):
-        result_of(names).to_json(tmp_path / name / "result.json")
-    comparison = compare_folders(tmp_path / "a", tmp_path / "b", ["conditions"])
-    assert json.loads((tmp_path / "b" / "compare.json").read_text())["changes"] == comparison.changes
-    page = (tmp_path / "b" / "report.html").read_text()
-    cells = [re.sub(r"<svg.*?</svg>|<[^>]+>|\s+", " ", row, flags=re.DOTALL).split() for row in page.split("<tr>")]
-    rows = [row for row in cells if row[:2] == ["camera", "(6)"]]
-    assert rows[0][2:7] == ["100.0%", "6/6", "66.7%", "4/6", "-33.3"], "the effect in b"
-    assert rows[1][2:5] == ["-83.3", "-33.3", "+50.0"], "effect in a, in b, and its change"
+def test_every_page_with_a_comparison_shows_effects_and_their_changes(tmp_path):
+    for name, names in zip(("before_rl", "after_rl"), SOLVED, strict=True):
+        for folder in (tmp_path / "run" / "eval" / name, tmp_path / name / "eval" / "after_rl"):
+            result_of(names).to_json(folder / "result.json")
+        (tmp_path / name / "summary.json").write_text(json.dumps({"experiment": name}))
+    first, second = (tmp_path / "run" / "eval" / name for name in ("before_rl", "after_rl"))
+    own = write_report(tmp_path / "run").read_text()
+    comparison = compare_folders(first, second, ["conditions"])
+    assert json.loads((second / "compare.json").read_text())["changes"] == comparison.changes
+    several = write_runs_report(read_runs([tmp_path / "before_rl", tmp_path / "after_rl"]), tmp_path / "runs.html")
+    for page in (own, (second / "report.html").read_text(), several.read_text()):
+        cells = [re.sub(r"<svg.*?</svg>|<[^>]+>|\s+", " ", row, flags=re.DOTALL).split() for row in page.split("<tr>")]
+        rows = [row for row in cells if row[:2] == ["camera", "(6)"]]
+        assert len(rows) == 1 or rows[0][2:7] == ["100.0%", "6/6", "66.7%", "4/6", "-33.3"], "the effect in b"
+        assert rows[-1][2:5] == ["-83.3", "-33.3", "+50.0"], "effect in a, in b, and its change"
 
 
 def test_the_interval_of_a_difference_of_differences_is_the_formula_s_and_covers():

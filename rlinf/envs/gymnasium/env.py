@@ -16,7 +16,7 @@ import gymnasium
 import numpy as np
 
 from rlinf.envs.base import checked_image, resized
-from rlinf.envs.config import ProcessEnvConfig, check_cameras
+from rlinf.envs.config import ProcessEnvConfig, check_listed
 from rlinf.envs.graphics.backend import choose_backend, import_mujoco
 from rlinf.envs.gymnasium import reading
 from rlinf.envs.gymnasium.reading import ObservationParts
@@ -278,7 +278,7 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
     def check_names(cls, config: GymnasiumConfig) -> None:
         """Check tasks and cameras, and try one step to verify that its observation and ``info`` are readable."""
         super().check_names(config)
-        check_cameras(config.cameras, [*config.default_cameras(), CAMERA])
+        check_listed("camera", config.cameras, [*config.default_cameras(), CAMERA])
 
     @classmethod
     def reports_success(cls, config: GymnasiumConfig) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from rlinf.envs.config import ProcessEnvConfig, select_tasks
+from rlinf.envs.config import ProcessEnvConfig
 from rlinf.envs.episodes import EpisodeList, check_split
 from rlinf.envs.graphics.backend import choose_backend
 from rlinf.envs.libero.assets import check_assets, check_originals, find_assets
@@ -27,7 +27,7 @@ from rlinf.envs.libero.scene import CAMERAS, CONTROL_FREQ_HZ, Scene, SceneState
 from rlinf.envs.libero.tasks import HORIZONS, SUITES, Suite, check_packages
 from rlinf.envs.process.env import ProcessVectorEnv
 from rlinf.envs.process.simulator import Simulator, SingleStep, View
-from rlinf.errors import ConfigError, did_you_mean, reject
+from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean, reject
 from rlinf.options import PathText, option, override_text
 from rlinf.seeding import derive_seed
 from rlinf.types import Statistics
@@ -118,13 +118,9 @@ class LiberoVectorEnv(ProcessVectorEnv):
 
     def __init__(self, config: LiberoConfig, num_envs: int, auto_reset: bool) -> None:
         check_packages()
-        tasks = select_tasks(self.all_task_names(config), config.tasks)
-        if SIZE % config.image_size and any(self._kind_of(config, task) == "noise" for task in tasks):
-            kinds = [kind for kind in CATEGORIES if kind != "noise"]
-            fix = f"env.image_size=64, or env.categories={override_text(kinds)}"
-            reject(f"env.image_size={config.image_size} with sensor noise", f"a divisor of {SIZE}", fix)
+        self.check_names(config)
         assets = find_assets(config.assets_dir)
-        check_assets(assets, SUITES[config.suite], tasks)
+        check_assets(assets, SUITES[config.suite], self.selected_tasks(config))
         if config.cameras and not config.modified_assets:
             check_originals(assets)
         choose_backend()
@@ -153,6 +149,26 @@ class LiberoVectorEnv(ProcessVectorEnv):
         return [task for task in suite.tasks if cls._kind_of(config, task) in kinds]
 
     @classmethod
+    def selected_tasks(cls, config: LiberoConfig) -> list[str]:
+        """Select with an unperturbed task all its variants, unless ``config.tasks`` names some of them."""
+        tasks, named = cls.all_task_names(config), set(super().selected_tasks(config))
+        task_of = {task: twin[1] for task in tasks if (twin := cls.twin_of(config, task)) is not None}
+        whole = named - {task_of.get(task) for task in named}
+        return [task for task in tasks if task in named or task_of.get(task) in whole]
+
+    @classmethod
+    def check_names(cls, config: LiberoConfig) -> None:
+        """Also reject missing files, and sensor noise on images of a size for which it is not defined."""
+        super().check_names(config)
+        tasks, suite = cls.selected_tasks(config), SUITES[config.suite]
+        if missing := [path for task in tasks for path in suite.files(task) if not path.is_file()]:
+            raise MissingDependencyError(f"{missing[0]} is missing, and {suite.name} needs it. {suite.install}")
+        if SIZE % config.image_size and any(cls._kind_of(config, task) == "noise" for task in tasks):
+            kinds = [kind for kind in CATEGORIES if kind != "noise"]
+            fix = f"env.image_size=64, or env.categories={override_text(kinds)}"
+            reject(f"env.image_size={config.image_size} with sensor noise", f"a divisor of {SIZE}", fix)
+
+    @classmethod
     def _kind_of(cls, config: LiberoConfig, task: str) -> str:
         """Return the kind of a LIBERO-Plus task's perturbation; "" for other tasks."""
         variant = SUITES[config.suite].variant(task)
@@ -173,7 +189,7 @@ class LiberoVectorEnv(ProcessVectorEnv):
     def has_expert(cls, config: LiberoConfig) -> bool:
         """Return whether the selected tasks put a bowl on a plate."""
         suite = SUITES[config.suite]
-        return all(is_solved(suite.bddl_file(task)) for task in config.tasks or cls.all_task_names(config))
+        return all(is_solved(suite.bddl_file(task)) for task in cls.selected_tasks(config))
 
     @classmethod
     def check_statistics(cls, config: LiberoConfig, statistics: Statistics) -> None:
@@ -185,10 +201,8 @@ class LiberoVectorEnv(ProcessVectorEnv):
         lowest = float(numbers[6])
         needed = "openvla" if lowest >= 0.0 else "env"
         if needed != config.gripper:
-            raise ConfigError(
-                f"The minimum gripper value in the policy's action statistics is {lowest:g}, but env.gripper is "
-                f"{config.gripper}; expected the policy's convention. Set env.gripper={needed}"
-            )
+            actual = f"env.gripper={config.gripper}, but the minimum gripper value in the policy's action statistics is {lowest:g}"
+            reject(actual, "the policy's convention", f"env.gripper={needed}")
 
     @classmethod
     def horizon_of(cls, config: LiberoConfig, task: str) -> int:

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from rlinf.envs.libero.tasks import HORIZONS, SUITES, DataWheel, Suite, bddl_instruction, read_states, task_map
+from rlinf.envs.libero.tasks import HORIZONS, SUITES, DataWheel, Suite, bddl_instruction, task_map
 from rlinf.errors import MissingDependencyError
 from rlinf.options import override_text
 from rlinf.seeding import derive_seed
@@ -72,9 +72,7 @@ class PlusSuite(Suite):
     """
 
     num_recorded: ClassVar[int] = 1
-
-    def folder(self) -> Path:
-        return PLUS_WHEEL.root()
+    wheel = PLUS_WHEEL
 
     @property
     def source(self) -> str:
@@ -84,7 +82,7 @@ class PlusSuite(Suite):
     @functools.cached_property
     def variants(self) -> dict[str, Variant]:
         """All variants of the official list by name, including absent ones."""
-        return {name: parse_variant(name) for name in task_map(self.folder())[self.source]}
+        return {name: parse_variant(name) for name in task_map(self.folder(), self.install)[self.source]}
 
     @functools.cached_property
     def absent(self) -> dict[str, list[str]]:
@@ -111,14 +109,16 @@ class PlusSuite(Suite):
         return self.folder() / "bddl_files" / self.source / f"{name}.bddl"
 
     def instruction(self, task: str) -> str:
-        if self.variant(task).category == "language":
-            return bddl_instruction(self.bddl_file(task).with_name(f"{task.partition('_view_')[0]}.bddl"))
-        return bddl_instruction(self.bddl_file(task))
+        return bddl_instruction(self.files(task)[0])
 
-    def recorded_states(self, task: str) -> np.ndarray:
-        if self.variant(task).category == "layout":
-            return read_states(self.folder() / "init_files" / "libero_newobj" / self.source / f"{task}.pruned_init")
-        return read_states(self.folder() / "init_files" / self.source / f"{self.variant(task).task}.pruned_init")
+    def state_file(self, task: str) -> Path:
+        variant = self.variant(task)
+        place, name = ("libero_newobj", task) if variant.category == "layout" else ("", variant.task)
+        return self.folder() / "init_files" / place / self.source / f"{name}.pruned_init"
+
+    def files(self, task: str) -> list[Path]:
+        """Return the files that describe a task, the one with its instruction first."""
+        return [self.bddl_file(task).with_name(f"{task.partition('_view_')[0]}.bddl"), *super().files(task)]
 
     def start_joints(self, task: str) -> np.ndarray | None:
         """Return the arm's joint positions at the reset, float64 ``[7]`` in radians; None: LIBERO's.
@@ -131,13 +131,11 @@ class PlusSuite(Suite):
 
     def check_present(self, tasks: Sequence[str]) -> None:
         """Raise MissingDependencyError if any of the variants is absent."""
-        lost = {task: kind for task in tasks if (kind := self.variant(task).category) in ABSENT}
-        if lost:
-            first, kind = next(iter(lost.items()))
+        if lost := [task for task in tasks if self.variant(task).category in ABSENT]:
             left = [task for task in tasks if task not in lost] or list(self.tasks[:1])
             raise MissingDependencyError(
-                f"{first} is one of {len(lost)} variants in env.tasks of the kind {', '.join(dict.fromkeys(lost.values()))}, whose "
-                f"scenes and meshes are in no wheel; expected kinds: {', '.join(CATEGORIES)}. Set env.tasks={override_text(left)}"
+                f"{lost[0]} is one of {len(lost)} variants in env.tasks whose scenes and meshes are in no wheel ({', '.join(ABSENT)}); "
+                f"expected kinds: {', '.join(CATEGORIES)}. Set env.tasks={override_text(left)}"
             )
 
     def coverage(self) -> str:

@@ -29,8 +29,8 @@ HORIZONS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "li
 REQUIRED = {"robosuite": ((1, 4), (1, 5), "robosuite==1.4.0"), "mujoco": ((2, 3), (3, 3, 3), "mujoco==3.3.0")}
 """Maps each distribution to its first supported version, first unsupported version and pip requirement."""
 _INSTALL = (
-    "Install LIBERO with `bash scripts/setup.sh --sims`, or with `pip install --no-deps hf-libero==0.1.4 "
-    "robosuite==1.4.0 bddl==1.0.1`."
+    "Install LIBERO with `bash scripts/setup.sh --sims`, or with `pip install --no-deps --force-reinstall "
+    "hf-libero==0.1.4 robosuite==1.4.0 bddl==1.0.1`."
 )
 
 
@@ -82,16 +82,24 @@ class DataWheel:
     variable: str
     package: str
 
+    @property
+    def place(self) -> Path:
+        """The folder that pip fills."""
+        return Path(os.environ.get(self.variable) or Path(sys.prefix, "share", self.folder)).expanduser()
+
+    @property
+    def install(self) -> str:
+        """How to install the wheel, also over one that lacks files."""
+        command = f"pip install --no-deps --upgrade --target {self.place} {self.requirement}"
+        return f"Run `{command}`, as `bash scripts/setup.sh --sims` does, or set {self.variable}=<its folder>"
+
     def root(self) -> Path:
         """Return the folder with the wheel's ``bddl_files``; raise MissingDependencyError if the version is not there."""
-        place = Path(os.environ.get(self.variable) or Path(sys.prefix, "share", self.folder)).expanduser()
-        name, version = self.requirement.split("==")
+        place, (name, version) = self.place, self.requirement.split("==")
         if not (place / f"{name.replace('-', '_')}-{version}.dist-info").is_dir():
             versions = [path.stem for path in place.glob("*.dist-info")]
-            raise MissingDependencyError(
-                f"{place} has {', '.join(versions) or 'no such package'}; expected {self.requirement}. Run "
-                f"`pip install --no-deps --upgrade --target {place} {self.requirement}`, or set {self.variable}=<its folder>"
-            )
+            actual = f"{place} has {', '.join(versions) or 'no such package'}"
+            raise MissingDependencyError(f"{actual}; expected {self.requirement}. {self.install}")
         return place / self.package
 
 
@@ -106,28 +114,42 @@ class Suite:
 
     num_recorded: ClassVar[int] = 50
     """Number of recorded initial states per task."""
+    wheel: ClassVar[DataWheel | None] = None
+    """The wheel with the files; None: LIBERO's package."""
 
     def __init__(self, name: str, horizon: int) -> None:
         self.name, self.horizon = name, horizon
 
     def folder(self) -> Path:
         """Return the folder with ``bddl_files``, ``init_files`` and ``benchmark``."""
-        return package_folder()
+        return package_folder() if self.wheel is None else self.wheel.root()
+
+    @property
+    def install(self) -> str:
+        """How to install the files."""
+        return _INSTALL if self.wheel is None else self.wheel.install
 
     @functools.cached_property
     def tasks(self) -> tuple[str, ...]:
         """The tasks in the order of the published evaluations."""
-        return task_map(self.folder())[self.name]
+        return task_map(self.folder(), self.install)[self.name]
 
     def bddl_file(self, task: str) -> Path:
         return self.folder() / "bddl_files" / self.name / f"{task}.bddl"
+
+    def state_file(self, task: str) -> Path:
+        return self.folder() / "init_files" / self.name / f"{task}.pruned_init"
+
+    def files(self, task: str) -> list[Path]:
+        """Return the files that describe a task."""
+        return [self.bddl_file(task), self.state_file(task)]
 
     def instruction(self, task: str) -> str:
         return instruction(task)
 
     def recorded_states(self, task: str) -> np.ndarray:
         """Return the task's initial states used in published evaluations, float64 ``[N, 1 + nq + nv]``."""
-        return read_states(self.folder() / "init_files" / self.name / f"{task}.pruned_init")
+        return read_states(self.state_file(task), self.install)
 
     def variant(self, task: str) -> Variant | None:
         """Return how a task of LIBERO-Plus is perturbed; None in other suites."""
@@ -144,14 +166,13 @@ class ProSuite(Suite):
     Tasks have the names of the unperturbed ones, so an instruction made of the name would hide the perturbation.
     """
 
-    def folder(self) -> Path:
-        return PRO_WHEEL.root()
+    wheel = PRO_WHEEL
 
     def instruction(self, task: str) -> str:
         return bddl_instruction(self.bddl_file(task))
 
-    def recorded_states(self, task: str) -> np.ndarray:
-        return read_states(self.folder() / "init_files" / self.name / f"{task}.pruned_init.npz")
+    def state_file(self, task: str) -> Path:
+        return self.folder() / "init_files" / self.name / f"{task}.pruned_init.npz"
 
 
 PERTURBATIONS = ("lan", "object", "swap", "task")
@@ -163,13 +184,13 @@ for _name in ("libero_spatial", "libero_object", "libero_goal", "libero_10"):
 
 
 @functools.cache
-def task_map(folder: Path) -> dict[str, tuple[str, ...]]:
+def task_map(folder: Path, install: str = _INSTALL) -> dict[str, tuple[str, ...]]:
     """Return the tasks of each suite in ``benchmark/libero_suite_task_map.py``."""
-    source = (folder / "benchmark" / "libero_suite_task_map.py").read_text(encoding="utf-8")
-    for node in ast.parse(source).body:
+    path = folder / "benchmark" / "libero_suite_task_map.py"
+    for node in ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else ():
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             return {suite: tuple(tasks) for suite, tasks in ast.literal_eval(node.value).items()}
-    raise MissingDependencyError(f"{folder} has no list of tasks. {_INSTALL}")
+    raise MissingDependencyError(f"{folder} has no list of tasks, {path.name}. {install}")
 
 
 def instruction(task: str) -> str:
@@ -202,7 +223,7 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 @functools.lru_cache(maxsize=256)
-def read_states(path: Path) -> np.ndarray:
+def read_states(path: Path, install: str = _INSTALL) -> np.ndarray:
     """Read initial states, float64 ``[N, 1 + nq + nv]`` (time, positions, velocities), from an NPZ file or a pickle in a zip."""
     try:
         if path.suffix == ".npz":
@@ -216,7 +237,7 @@ def read_states(path: Path) -> np.ndarray:
         if not isinstance(states, np.ndarray) or states.dtype != np.float64 or states.ndim != 2:
             raise ConfigError(f"it contains a {type(states).__name__}, not a float64 matrix")
     except (
-        OSError, StopIteration, KeyError, ValueError, zipfile.BadZipFile, pickle.UnpicklingError, ConfigError, EOFError
+        OSError, StopIteration, KeyError, ValueError, zipfile.BadZipFile, pickle.UnpicklingError, EOFError
     ) as error:  # fmt: skip
-        raise ConfigError(f"The initial states in {path} cannot be read: {error}. {_INSTALL}") from error
+        raise ConfigError(f"The initial states in {path} cannot be read: {error}. {install}") from error
     return states

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from rlinf.envs.base import VectorEnv, checked_image, resized
-from rlinf.envs.config import EnvConfig, select_tasks
+from rlinf.envs.config import EnvConfig
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.options import option
 from rlinf.seeding import derive_seed
@@ -108,7 +108,7 @@ class ManiSkillSuite(VectorEnv):
         """Return ``state_dim`` under ``config``; raise ConfigError if the tasks' full states differ in width."""
         if config.state != "full":
             return PROPRIO_DIM if config.state == "proprio" else 0
-        widths = {task: TASKS[task].state_dim for task in select_tasks(list(TASKS), config.tasks)}
+        widths = {task: TASKS[task].state_dim for task in cls.selected_tasks(config)}
         if len(set(widths.values())) > 1:
             raise ConfigError(
                 f"env.state=full has a different width for each task ({widths}), but a policy needs a fixed width. "

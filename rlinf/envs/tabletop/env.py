@@ -7,7 +7,6 @@ from typing import ClassVar
 import numpy as np
 
 from rlinf.envs.base import VectorEnv
-from rlinf.envs.config import select_tasks
 from rlinf.envs.graphics.backend import choose_backend
 from rlinf.envs.graphics.renderer import StateRenderer, project
 from rlinf.envs.steps import SimulatorStep
@@ -85,7 +84,7 @@ class TabletopVectorEnv(VectorEnv):
         """Also raise ConfigError for ``wrong_object_ends`` with a goal of several objects, and ``hold_steps`` above the horizon."""
         super().check_names(config)
         simple = [name for name, family in FAMILIES.items() if isinstance(family, Reach)]
-        names = select_tasks(cls.all_task_names(config), config.tasks)
+        names = cls.selected_tasks(config)
         if config.hold_steps > (horizon := min(cls.horizon_of(config, name) for name in names)):
             limit = f"at most {horizon}, the env steps of the shortest episode"
             reject(f"env.hold_steps={config.hold_steps}", limit, f"env.hold_steps={horizon}")

@@ -240,10 +240,8 @@ def test_features_see_every_input(case, policy):
             x.shape != inputs[name].shape or not torch.equal(x, inputs[name])
             for name, x in policy.preprocess(changed).items()
         )
-        # The state token of pi0 is the expert's, behind the prefix.
-        apart = part == "state" and policy.feature_kind != "hidden" and case.config.model.model_type == "pi0"
         difference = (propose(policy, changed).features - before).abs().amax(1)
-        assert (difference > 1e-4).all() == (is_read and not apart), part
+        assert (difference > 1e-4).all() == is_read, part
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 OPEN, CLOSE = -1.0, 1.0
 STEP_M, STEP_RAD = 0.05, 0.5
 """Displacement and rotation commanded by an action of 1."""
-GAIN, LEAD_S = 4.0, 0.12
+GAIN, LEAD_S = 2.0, 0.05
 """Steps the hand aims ahead, and the time after which its position is predicted, because the controller lags."""
 RIM_RADIUS_M, RIM_M = 0.047, 0.036
 """A bowl's rim, and the height of the fingers above the bowl's origin while they hold it."""

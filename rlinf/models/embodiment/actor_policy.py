@@ -221,7 +221,7 @@ class ActorPolicy(ActionModel, nn.Module):
             base.feature_kind = settings["feature_kind"]
             if base.feature_kind == "token" and getattr(base, "readout_token", None) is None:
                 raise ValueError("it needs model.features=token, but the policy was loaded with different features")
-            actor = make_actor(config, settings["feature_dim"], base, settings["noise_std"])
+            actor = make_actor(config, base.feature_dim, base, settings["noise_std"])
             count = settings["num_critics"]
             critics = Critics(config, actor.critic_input_dim, count) if count else None
             policy = cls(base, actor, weights["action_low"], weights["action_high"], critics)

@@ -128,11 +128,11 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
 
     @property
     def feature_dim(self) -> int:
-        """Width of the expert's outputs for the executed actions, a language model state, or the readout token."""
-        if self.feature_kind == "token":
-            return TOKEN_WIDTH
-        hidden = self.action_chunks_len * self.config.expert["width"]
-        return hidden if self.feature_kind == "hidden" else self.config.hidden_size
+        """Width of the expert's outputs for the executed actions, or of a prefix feature followed by the state."""
+        if self.feature_kind == "hidden":
+            return self.action_chunks_len * self.config.expert["width"]
+        width = TOKEN_WIDTH if self.feature_kind == "token" else self.config.hidden_size
+        return width if self.config.pi05 else width + self.config.action_dim
 
     @property
     def num_sft_uniforms(self) -> int:
@@ -224,6 +224,7 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
             features = output[:, : self.action_chunks_len].flatten(1).float()
         else:
             features = self._prefix_features(self.language_model.norm(prefix.states), prefix.mask)
+            features = features if state is None else torch.cat([features, state], 1)  # pi0's prefix lacks the state
 
         def sample(uniforms: Tensor) -> Tensor:
             times, noise = uniforms.shape[1], standard_normal(uniforms.flatten(0, 1)).view(-1, *chain.shape[1:])

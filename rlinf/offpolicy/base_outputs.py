@@ -61,7 +61,7 @@ def query_dataset(
         "rows": hashlib.sha256(rows.tobytes()).hexdigest(),
         "columns": list(dataset.frames),
         "has_state": dataset.state is not None,
-        "features": policy.base.feature_kind,
+        "features": [policy.base.feature_kind, policy.base.feature_dim],
         "candidates": policy.actor.num_candidates,
         "chunk": policy.action_chunks_len,
         "seed": seed if policy.actor.num_candidates > 1 else None,

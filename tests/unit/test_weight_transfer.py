@@ -125,7 +125,7 @@ def test_a_receiver_with_adapters_gets_the_adapters_alone_and_an_engine_the_merg
     assert all(torch.equal(tensor, plain.state_dict()[name]) for name, tensor in merged_state_dict(source).items())
     engine.crossed()
     push(MergedWeights(source, 1, buckets), engine, base=0)
-    assert engine.crossed() == sum(plain[k].weight.nbytes + plain[k].bias.nbytes for k in range(4)), "no last layer"
+    assert engine.crossed() == sum(plain[k].weight.nbytes + plain[k].bias.nbytes for k in range(4)), "not the last"
 
 
 def test_one_merged_weight_exists_at_a_time():
@@ -212,7 +212,7 @@ def test_nobody_acts_between_begin_and_commit(buckets):
     for handle in ModuleWeights(Net(1), 6, buckets).buckets(False):
         receiver.load(handle)
         assert receiver.version is None and receiver._mapped
-        assert all(mapped.setdefault(path, memory) is memory for path, memory in receiver._mapped.items()), "once"
+        assert all(mapped.setdefault(path, memory) is memory for path, memory in receiver._mapped.items())
     assert receiver.commit() == 6 == receiver.version
     assert not receiver._mapped, "the sender's memory is let go"
     with pytest.raises(WeightsRejectedError, match="push was not started"):

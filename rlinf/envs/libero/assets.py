@@ -108,8 +108,7 @@ def check_assets(assets: Path, suite: Suite, tasks: Sequence[str]) -> None:
     shorter = f", or set env.tasks={override_text(complete)}" if complete else ""
     raise MissingDependencyError(
         f"LIBERO's assets in {assets} lack {files[0]}{f' and {len(files) - 1} more files' if files[1:] else ''}, which "
-        f"{len(missing)} of {len(tasks)} tasks of env.suite={suite.name} need ({named}). "
-        f"{_HINT}{shorter}"
+        f"{len(missing)} of {len(tasks)} tasks of env.suite={suite.name} need ({named}). {_HINT}{shorter}"
     )
 
 

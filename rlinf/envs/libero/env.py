@@ -53,7 +53,7 @@ class LiberoConfig(ProcessEnvConfig):
     name: str = option("libero", "Name of the registered environment.")
     suite: str = option("libero_spatial", "Suite of LIBERO, LIBERO-PRO or LIBERO-Plus.", choices=tuple(SUITES))
     categories: list[str] | None = option(
-        None, f"Kinds of perturbation in suites of LIBERO-Plus: {', '.join(CATEGORIES)}; null: all."
+        None, f"Kinds of perturbation in suites of LIBERO-Plus: {', '.join(CATEGORIES)}; null: all; []: none."
     )
     max_episode_steps: int | None = option(
         None,
@@ -164,7 +164,7 @@ class LiberoVectorEnv(ProcessVectorEnv):
         if missing := [path for task in tasks for path in suite.files(task) if not path.is_file()]:
             raise MissingDependencyError(f"{missing[0]} is missing, and {suite.name} needs it. {suite.install}")
         if SIZE % config.image_size and any(cls._kind_of(config, task) == "noise" for task in tasks):
-            kinds = [kind for kind in CATEGORIES if kind != "noise"]
+            kinds = [kind for kind in config.categories or CATEGORIES if kind != "noise"]
             fix = f"env.image_size=64, or env.categories={override_text(kinds)}"
             reject(f"env.image_size={config.image_size} with sensor noise", f"a divisor of {SIZE}", fix)
 

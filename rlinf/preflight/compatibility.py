@@ -320,8 +320,8 @@ def check_chosen_rows(sft: SFTConfig, info: DatasetInfo | None) -> None:
             reject(actual, required, f"{defaults}, or sft.dataset=<a different folder>")
 
 
-def check_collect(config: RunConfig) -> None:
-    """Check that the folder is new, that a policy or an expert exists, and that there are enough episodes."""
+def check_collect(config: RunConfig, by_human: bool) -> None:
+    """Check that the folder is new, that a policy, an expert or a human acts, and that there are enough episodes."""
     collect, env = config.collect, config.env
     if config.dataset is None:
         raise ConfigError("`rlinf collect` needs a folder to write. Set dataset=data/<name>")
@@ -331,7 +331,7 @@ def check_collect(config: RunConfig) -> None:
     require_package("pyarrow", "`rlinf collect`", "pyarrow")
     if collect.video:
         require_package("av", "collect.video=true", "av", "collect.video=false")
-    if expert_acts(config):
+    if expert_acts(config) and not by_human:
         fix = "checkpoint=<checkpoint or run folder> to run its policy"
         ENVS.get(env.name).check_expert(env, options_of_expert(config.sft.expert), fix)
     _available_episodes(config, "collect")

@@ -76,7 +76,7 @@ IN_THIS_PROCESS = tuple(
 )  # fmt: skip
 """What a rollback requires, because it rebuilds the run in this process: engines, workers and Ray's ranks would remain."""
 
-COMMANDS = ("train", "sft", "evaluate", "serve", "collect", "diagnose")
+COMMANDS = ("train", "sft", "evaluate", "serve", "collect", "demonstrate", "diagnose")
 WITH_RANKS = ("train", "sft", "evaluate")
 """Commands that run on several ranks, and evaluate."""
 
@@ -91,8 +91,8 @@ class Case:
 
     @property
     def has_policy(self) -> bool:
-        """Whether the command loads a policy; otherwise the env's scripted expert acts."""
-        return self.command != "collect" or not expert_acts(self.config)
+        """Whether the command loads a policy; otherwise the env's scripted expert or a human acts."""
+        return self.command != "demonstrate" and (self.command != "collect" or not expert_acts(self.config))
 
     @cached_property
     def policy(self) -> ClassAndConfig | None:
@@ -115,8 +115,8 @@ def env_section(case: Case) -> None:
     if case.config.rollout.num_chunks is None:  # the configuration was not created by `build_config`
         fix = f"rollout.num_chunks={chunks_needed(case.config)}"
         reject("rollout.num_chunks=null", "the number of policy calls per env and iteration", fix)
-    if case.command == "collect":
-        check_collect(case.config)
+    if case.command in ("collect", "demonstrate"):
+        check_collect(case.config, by_human=case.command == "demonstrate")
 
 
 def model_section(case: Case) -> None:

@@ -13,7 +13,7 @@ from rlinf.commands.hydra_app import (
 )
 from rlinf.config.overrides import parse_overrides
 from rlinf.errors import ConfigError
-from rlinf.robot.config import RobotConfig
+from rlinf.robot.config import DemonstrationConfig, RobotConfig
 
 
 def robot(arguments: Sequence[str]) -> int:
@@ -47,6 +47,17 @@ def _blind_baseline(args: Namespace, policy: str) -> Namespace:
     policy_keys = ("checkpoint", "model.url")
     rest = [item.input_line for item in parse_overrides(args.overrides) if item.key_or_group not in policy_keys]
     return Namespace(**{**vars(args), "overrides": [*rest, f"{key}={policy}"]})
+
+
+def demonstrate(arguments: Sequence[str]) -> int:
+    """Record episodes in which an operator acts from a browser, with the keys and the dataset of `rlinf collect` (docs/robot.md)."""
+    args, settings = own_settings(arguments, DemonstrationConfig)
+    config = configure(args, "demonstrate")
+    if config is not None:
+        from rlinf.robot import demonstrate as command
+
+        command.demonstrate(config, settings)
+    return 0
 
 
 def classifier(arguments: Sequence[str]) -> int:

@@ -40,7 +40,7 @@ def robot(config: RunConfig, settings: RobotConfig, baseline: RunConfig | None =
         reject(f"record={settings.record} with blind={settings.blind}", required, "record=null")
     _check_arm(config, settings)
     _check_take_over(config, settings)
-    if settings.success == "page":
+    if settings.success == "page" or settings.teleoperator == "browser":
         # Fail now if the port is occupied, not after minutes of loading the policy.
         listening(settings.page_host, settings.page_port, BaseHTTPRequestHandler).server_close()
     config = replace(
@@ -76,9 +76,12 @@ def _check_arm(config: RunConfig, settings: RobotConfig) -> None:
 
 
 def _check_take_over(config: RunConfig, settings: RobotConfig) -> None:
-    """Check that a scripted operator has an expert, and that ``record`` is new or contains episodes of the same kind."""
+    """Check that a scripted operator has an expert, that an operator at a browser has time, and that ``record`` is new or contains episodes of the same kind."""
     if settings.teleoperator == "scripted":
         ENVS.get(config.env.name).check_expert(config.env, {}, "teleoperator=none")
+    if settings.teleoperator == "browser":
+        clock = "true, because an operator needs real time"
+        require_values(settings, "teleoperator=browser", ("real_time", True, clock))
     if settings.record is None:
         return
     require_package("pyarrow", f"record={settings.record}", "pyarrow", "record=null")

@@ -3,7 +3,21 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from rlinf.options import PathText, option
+
+HOST_ABOUT = "Address on which the page is served; 0.0.0.0: reachable from other machines."
+PORT_ABOUT = "Port of the page; 0: any free port."
+
+
+@dataclass
+class DemonstrationConfig:
+    """Demonstrations by an operator (`rlinf collect teleoperator=browser`)."""
+
+    teleoperator: str = option("browser", "browser: an operator on a web page.", choices=("browser",))
+    page_host: str = option("127.0.0.1", HOST_ABOUT)
+    page_port: int = option(8020, PORT_ABOUT, minimum=0, maximum=65535)
 
 
 @dataclass
@@ -32,7 +46,9 @@ class RobotConfig:
     )
     max_failures: int = option(3, "Consecutive failed policy calls after which the command ends.", minimum=1)
     teleoperator: PathText = option(
-        "none", "none; scripted: the env's expert intervenes; or YAML file with lerobot's teleoperator (type, port)."
+        "none",
+        "none; scripted: the env's expert intervenes; browser: an operator on a web page; or YAML file with lerobot's "
+        "teleoperator (type, port).",
     )
     handover_max_step: float | None = option(
         None, "Maximum position change per step until robot and teleoperator meet, in env units.", minimum=1e-6
@@ -50,8 +66,8 @@ class RobotConfig:
         "Source of the success label: env; human: on the terminal; page: on a web page.",
         choices=("env", "human", "page"),
     )
-    page_host: str = option("127.0.0.1", "Address on which the page is served; 0.0.0.0: reachable from other machines.")
-    page_port: int = option(8020, "Port of the page; 0: any free port.", minimum=0, maximum=65535)
+    page_host: str = option("127.0.0.1", HOST_ABOUT)
+    page_port: int = option(8020, PORT_ABOUT, minimum=0, maximum=65535)
     blind: PathText | None = option(
         None, "Checkpoint (or server address if model.url is set) of the baseline policy in a blind comparison."
     )
@@ -67,6 +83,11 @@ class RobotConfig:
     def rate(self) -> float:
         """Actions per second."""
         return 20.0 if self.fps is None else self.fps
+
+    def is_relative(self, action_dim: int) -> np.ndarray:
+        """Return which action dimensions are displacements, bool ``[D]``."""
+        dims = np.arange(action_dim)
+        return np.isin(dims, dims if self.relative_dims is None else self.relative_dims)
 
     def conditions(self) -> dict[str, Any]:
         """Return the settings that must not change when an evaluation is resumed: all except the page's address."""

@@ -15,6 +15,7 @@ from rlinf.commands.ranks import prepare_rank
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device, set_num_threads
 from rlinf.envs.base import VectorEnv
+from rlinf.errors import reject
 from rlinf.evaluation.evaluator import BatchedPolicy
 from rlinf.evaluation.partial import PartialResults, num_saved
 from rlinf.evaluation.result import EvaluationResult
@@ -24,8 +25,9 @@ from rlinf.options import to_mapping
 from rlinf.preflight.compatibility import env_spec
 from rlinf.report.compare_folders import evaluation_folder
 from rlinf.robot.arm import Arm, connected_robot, connected_teleoperator, disconnect
+from rlinf.robot.browser import HOLD_S, BrowserTeleoperator, TeleoperationPage
 from rlinf.robot.config import RobotConfig
-from rlinf.robot.human import HumanLabelledRobot
+from rlinf.robot.human import HumanLabelledRobot, WatchedRobot
 from rlinf.robot.loop import RobotEpisodes
 from rlinf.robot.page import Page, PageTeleoperator
 from rlinf.robot.recorder import EpisodeRecorder
@@ -73,6 +75,9 @@ def make_robot(
     operator: Teleoperator | None = None
     if settings.teleoperator == "scripted":
         operator = ScriptedOperator(simulated, settings)
+    elif settings.teleoperator == "browser":
+        robot = watched = WatchedRobot(robot)
+        operator = _browser_operator(watched, env, settings, stack)
     elif settings.teleoperator != "none":
         operator = connected_teleoperator(settings.teleoperator)
         stack.callback(disconnect, operator)
@@ -87,6 +92,26 @@ def make_robot(
             if operator is not None and not hasattr(operator, "get_teleop_events"):
                 operator = PageTeleoperator(operator, page)
     return robot, operator
+
+
+def _browser_operator(
+    robot: WatchedRobot, env: VectorEnv, settings: RobotConfig, stack: ExitStack
+) -> BrowserTeleoperator:
+    """Serve the operator's page, and return the teleoperator; if ``success=page`` has the port, use any free one."""
+    if settings.rate < (lowest := 2 / HOLD_S):
+        required = f"at least {lowest:g}, because the robot must hold {HOLD_S} s after the browser's last message"
+        reject(f"fps={settings.rate:g} with teleoperator=browser", required, f"fps={lowest:g}")
+    names, port = list(robot.action_features), 0 if settings.success == "page" else settings.page_port
+    # The last action lasts for a period, and the next step may be late.
+    expires_s = HOLD_S - 1.2 / settings.rate
+    page = TeleoperationPage(names, lambda: robot.seen, expires_s, settings.page_host, port)
+    page.text = "The policy acts, and you while you hold the switch."
+    stack.callback(page.close)
+    print(f"teleoperation: {page.url}", flush=True)
+    steps = [step for step in (settings.handover_max_step, settings.max_relative_target) if step is not None]
+    return BrowserTeleoperator(
+        page, robot, settings.is_relative(len(names)), env.action_low, env.action_high, min(steps, default=None)
+    )
 
 
 def robot_episodes(

@@ -37,7 +37,33 @@ def ask_on_terminal(text: str, choices: Mapping[str, str], read: Callable[[str],
     return choice
 
 
-class HumanLabelledRobot:
+class WatchedRobot:
+    """A robot (an ``EpisodicRobot``) whose images can be shown.
+
+    Attributes:
+        seen: Newest image of the first camera, uint8 ``[H, W, 3]``, or None if none arrived.
+        num_started: Number of episodes so far.
+    """
+
+    def __init__(self, robot: EpisodicRobot) -> None:
+        self.robot, self.num_started = robot, 0
+        self.seen: np.ndarray | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.robot, name)
+
+    def begin(self, spec: EpisodeSpec) -> str:
+        self.num_started += 1
+        return self.robot.begin(spec)
+
+    def get_observation(self) -> dict[str, Any]:
+        values = self.robot.get_observation()
+        camera = next(iter(camera_names(self.robot)), None)
+        self.seen = None if camera is None else to_image(self.robot, values, camera)
+        return values
+
+
+class HumanLabelledRobot(WatchedRobot):
     """A robot (an ``EpisodicRobot``) with a human who starts each episode and labels its success.
 
     The initial image of each episode is saved. If ``reference`` contains one, it is overlaid on the current image, so that the
@@ -50,29 +76,19 @@ class HumanLabelledRobot:
     Attributes:
         number, num_episodes: Number of the current episode, counted from 1, and of all episodes (None if unknown).
         heading: Text with these numbers and the instruction.
-        seen: Newest image of the first camera, uint8 ``[H, W, 3]``, or None if none arrived.
         start: File of the episode's reference image, or None if unknown.
         takes_over: Whether the human is acting through a teleoperator; None without a teleoperator.
         overlays: Whether to write the overlay to a file; False if a page draws it.
     """
 
     def __init__(self, robot: EpisodicRobot, folder: Path, reference: Path | None, ask: Ask = ask_on_terminal) -> None:
-        self.robot, self.folder, self.reference, self.ask = robot, folder, reference, ask
-        self.seen: np.ndarray | None = None
+        super().__init__(robot)
+        self.folder, self.reference, self.ask = folder, reference, ask
         self.start: Path | None = None
         self.takes_over: bool | None = None
         self.overlays = True
         self._label: bool | None = None
         self.number, self.num_episodes, self.heading = 0, None, ""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.robot, name)
-
-    def get_observation(self) -> dict[str, Any]:
-        values = self.robot.get_observation()
-        camera = next(iter(camera_names(self.robot)), None)
-        self.seen = None if camera is None else to_image(self.robot, values, camera)
-        return values
 
     def look(self) -> None:
         """Refresh ``seen``; it is None if no image arrives."""

@@ -18,8 +18,11 @@ from rlinf.types import EpisodeResult, EpisodeSpec, Observation
 class ActionSource(Protocol):
     """Source of actions for demonstrations, with one episode in each env."""
 
-    def act(self, observation: Observation, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return labels and actions to execute, float32 ``[B, D]`` each. Only entries where ``running`` (bool ``[B]``) are used."""
+    def act(self, observation: Observation, running: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return labels and actions to execute, float32 ``[B, D]`` each, or None to end all episodes after at least one step.
+
+        Only entries where ``running`` (bool ``[B]``) are used.
+        """
 
     def restart(self, row: int) -> None:
         """Handle the restart of the episode in env ``row``."""
@@ -83,7 +86,7 @@ class EpisodeBatch:
 
     ``seen`` contains ``T`` observations of all envs, each before an action. ``labels`` and ``executed`` are float32 ``[T, B, D]``;
     ``rewards`` (float32) and ``success`` (bool), ``[T, B]``, result from the executed action. ``truncated``, bool ``[B]``, marks
-    episodes ended by the time limit, and ``alive``, bool ``[T, B]``, running ones. ``results`` has one entry per episode.
+    episodes ended by the time limit, and ``alive``, bool ``[T, B]``, running ones. ``results`` has one entry per episode, which is None if the source ended it.
     """
 
     seen: list[Observation]
@@ -108,8 +111,8 @@ def run_episodes(env: VectorEnv, specs: Sequence[EpisodeSpec], source: ActionSou
     seen, labels, rewards, success, done, alive = [], [], [], [], [], []
     truncated = np.zeros(env.num_envs, dtype=bool)
     results: list[EpisodeResult | None] = [None] * len(specs)
-    while running.any():
-        labelled, executed = source.act(observation, running)
+    while running.any() and (actions := source.act(observation, running)) is not None:
+        labelled, executed = actions
         seen.append(observation)
         labels.append(labelled)
         done.append(executed)

@@ -98,11 +98,11 @@ def test_an_episode_on_the_page(tmp_path):
         assert told == [True] and json.loads(get(f"{page.url}state"))["choices"] == {}
         assert not (tmp_path / "starts" / "overlay.png").exists(), "the browser lays them over each other"
 
-        others = (f"{page.url}nothing", page.url.replace(page.path, "/"), page.url.replace(page.path, "/guess/state"))
-        for url in others:
-            with pytest.raises(HTTPError, match="404"):
+        root = page.url.replace(page.path, "/")
+        for url, status in ((f"{page.url}nothing", "404"), (root, "403"), (f"{root}guess/state", "403")):
+            with pytest.raises(HTTPError, match=status):
                 get(url)
-        assert post(page.url.replace(page.path, "/guess/"), number=second["number"], choice="y") == 404
+        assert post(f"{root}guess/", number=second["number"], choice="y") == 403
         taken = int(page.url.split(":")[2].split("/")[0])
         with pytest.raises(ConfigError, match="Set page_port=0"):
             Page(person, "127.0.0.1", taken)

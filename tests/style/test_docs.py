@@ -29,7 +29,7 @@ from rlinf.recipes.launch_worker import find_script
 from rlinf.recipes.load import load_recipe, with_overrides
 from rlinf.recipes.questions import QuestionsConfig
 from rlinf.robot.classifier import ClassifierConfig
-from rlinf.robot.config import RobotConfig
+from rlinf.robot.config import DemonstrationConfig, RobotConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -123,7 +123,7 @@ def shell_lines(text: str) -> list[str]:
 
 
 OWN_KEYS = {
-    "classifier": ClassifierConfig, "convert": ConvertConfig, "export": ExportConfig, "play": PlayConfig, "robot": RobotConfig, "serve": ServeConfig,
+    "classifier": ClassifierConfig, "collect": DemonstrationConfig, "convert": ConvertConfig, "export": ExportConfig, "play": PlayConfig, "robot": RobotConfig, "serve": ServeConfig,
 }  # fmt: skip
 SCRIPTS = {"examples/embodiment/train.py": "train", "examples/embodiment/evaluate.py": "evaluate"}
 ELSEWHERE = ("resume", "init_from", "checkpoint", "model.model_path")

@@ -43,14 +43,15 @@ MOST_VAGUE_NAMES = 1
 """Variables and parameters are named by the thing that they hold."""
 
 # The allowance of baselines, the fresh evaluation, the table over seeds and the harder quickstart is included: 1,000 lines of rlinf/.
+# So is teleoperation from a browser: 386 lines of rlinf/, 443 of tests/ (these two among them) and 365 words of docs/.
 SIZES = {
-    "lines of rlinf/": 68_210,
-    "lines of tests/": 66_305,
+    "lines of rlinf/": 68_596,
+    "lines of tests/": 66_748,
     "lines of functions that check": 3_849,
     "uses of Any": 1_438,
     "calls of import_string": 9,
     "files under 60 lines": 44,
-    "words of docs/": 56_200,
+    "words of docs/": 56_565,
     "pages of docs/": 32,
     "options in the reference": 385,
 }

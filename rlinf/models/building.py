@@ -245,15 +245,15 @@ def check_has_statistics(config: Any, folder: Path) -> None:
 
 
 def check_features(model_class: type, cfg: ModelConfig) -> None:
-    """Reject ``model.features=token`` for a policy without a language model, and ``inputs`` for one without an encoder."""
+    """Reject ``model.features=token`` or ``keyframe`` for a policy without a language model, and ``inputs`` for one without an encoder."""
     if cfg.features == "inputs" and not model_class.implements("make_encoder"):
         raise ConfigError(
             f"model.features=inputs (set by algorithm.actor.name=scratch), but {model_class.__name__} has no encoder that an "
             "actor could train; expected model=mlp or model=cnn. Set algorithm.actor.name=residual model.features=hidden"
         )
-    if cfg.features == "token" and "features" not in inspect.signature(model_class.__init__).parameters:
+    if cfg.features in ("token", "keyframe") and "features" not in inspect.signature(model_class.__init__).parameters:
         raise ConfigError(
-            f"model.features=token, but {model_class.__name__} has no hidden states of images and prompt to summarise; "
+            f"model.features={cfg.features}, but {model_class.__name__} has no hidden states of images and prompt; "
             "expected a policy with a language model. Set model.features=hidden"
         )
 

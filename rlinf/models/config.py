@@ -60,8 +60,9 @@ class ModelConfig:
     detach_value: bool = option(True, "Stop the gradient of the value loss at the value head's input.")
     features: str = option(
         "hidden",
-        "Features that actors read from a frozen policy: action states, their prefix mean, a trained token, or raw inputs.",
-        choices=("hidden", "pooled", "token", "inputs"),
+        "Features that actors read from a frozen policy: action states, their prefix mean (keyframe: cloning also trains it to predict "
+        "the motion until the gripper next opens or closes), a trained token, or raw inputs.",
+        choices=("hidden", "pooled", "keyframe", "token", "inputs"),
     )
     attn_implementation: str = option("sdpa", "Attention kernel.", choices=("sdpa", "eager", "flash_attention_2"))
     gradient_checkpointing: bool | str = option(

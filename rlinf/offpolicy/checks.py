@@ -182,8 +182,9 @@ def _check_rewards(config: RunConfig, folder: Path, saved: Mapping[str, Any]) ->
 
 
 def _check_token(config: RunConfig) -> None:
-    """Check that the readout token for ``model.features=token`` has been trained, or will be in this run."""
-    if config.model.features != "token" or config.sft.max_steps > 0:
+    """Check that the readout for ``model.features=token`` or ``keyframe`` has been trained, or will be in this run."""
+    kind = config.model.features
+    if kind not in ("token", "keyframe") or config.sft.max_steps > 0:
         return
     source = config.resume or config.init_from
     folder = config.model.model_path if source is None else policy_folder(resolve_checkpoint(source))
@@ -191,9 +192,9 @@ def _check_token(config: RunConfig) -> None:
         folder = base_folder(folder)
     if folder is None or (Path(folder).is_dir() and not holds_readout_token(folder)):
         reject(
-            f"model.features=token, but {folder or 'random weights'} has no trained readout token",
+            f"model.features={kind}, but {folder or 'random weights'} has not been trained for it",
             "a policy whose behaviour cloning trained it",
-            "sft.max_steps=1000 to train it in this run, or init_from=<run of `rlinf sft model.features=token`>, or model.features=pooled",
+            f"sft.max_steps=1000 to train it in this run, or init_from=<run of `rlinf sft model.features={kind}`>, or model.features=pooled",
         )
 
 

@@ -26,6 +26,8 @@ POLICIES = {
         "model.init_config.noise_method=flow_noise",
     ],
 }
+KEYFRAMES = ("openvla", "openvla_oft", "hf_vla", "pi0")
+POLICIES |= {f"{name}, keyframes": [*POLICIES[name], "model.features=keyframe"] for name in KEYFRAMES}
 
 
 def policy_of(*overrides):

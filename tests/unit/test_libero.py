@@ -266,6 +266,24 @@ def test_the_expert_puts_the_bowl_on_the_plate_unless_it_aims_beside_it():
     assert not LiberoVectorEnv.has_expert(replace(goal, tasks=[*goal.tasks, "put_the_bowl_on_the_stove"]))
 
 
+@needs_libero
+def test_a_draw_that_throws_an_object_is_drawn_again(monkeypatch):
+    task = "pick_up_the_black_bowl_between_the_plate_and_the_ramekin_and_place_it_on_the_plate"
+    sim = LiberoSimulator(config(suite="libero_spatial", tasks=[task], cameras=[], num_settling_steps=10), [task])
+
+    def bowl(number: int) -> list[float]:
+        sim.reset(EpisodeSpec("libero_spatial", 0, DRAWN_OFFSET + number, 1))
+        return sim.poses()["akita_black_bowl_1"][:2]
+
+    bowls = np.array([bowl(number) for number in range(12)])
+    monkeypatch.setattr(adapter, "MAX_DRAWS", 1)
+    first = np.array([bowl(number) for number in range(12)])
+    distances = [np.linalg.norm(positions - np.median(bowls, 0), axis=1) for positions in (bowls, first)]
+    assert distances[0].max() < 0.06 < distances[1].max()
+    kept = distances[1] < 0.03
+    assert np.array_equal(bowls[kept], first[kept]) and kept.sum() > 6, "other draws are LIBERO's own"
+
+
 @needs_package
 def test_tasks_instructions_and_limits_are_the_published_ones():
     limits = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}

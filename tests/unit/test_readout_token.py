@@ -2,7 +2,7 @@
 
 import torch
 
-from rlinf.models.embodiment.modules.readout_token import TOKEN_WIDTH, ReadoutToken
+from rlinf.models.embodiment.modules.readout_token import KEYFRAME_SCALE, TOKEN_WIDTH, KeyframeReadout, ReadoutToken
 
 HIDDEN, POSITIONS = 16, 6
 
@@ -60,3 +60,22 @@ def test_padding_says_nothing_and_no_gradient_reaches_the_states():
     assert module.loss(states, mask).requires_grad
     module.loss(states, mask).sum().backward()
     assert states.grad is None
+
+
+def test_the_keyframe_loss_by_hand():
+    torch.manual_seed(0)
+    module, states, state = KeyframeReadout(HIDDEN, 3, 2), torch.randn(3, POSITIONS, HIDDEN), torch.randn(3, 2)
+    actions = torch.randn(3, module.num_actions, 3)
+    # The gripper changes before action 2, before action 1, and never.
+    actions[..., 2] = torch.tensor([-1.0, 1.0, -1.0])[:, None]
+    actions[0, 2:5, 2], actions[1, 1:, 2] = 1.0, -1.0
+    losses = module.loss(states.requires_grad_(), None, actions, state)
+    expected = []
+    for row, count in ((0, 2), (1, 1)):
+        error = module.head(torch.cat([states[row].mean(0), state[row]])) - KEYFRAME_SCALE * actions[
+            row, :count, :2
+        ].sum(0)
+        expected.append(torch.where(error.abs() < 1, error.square() / 2, error.abs() - 0.5).mean())
+    torch.testing.assert_close(losses, torch.stack([*expected, torch.tensor(0.0)]))
+    losses.sum().backward()
+    assert states.grad[:2].any(2).all() and not states.grad[2].any(), "it trains the policy where there is a keyframe"

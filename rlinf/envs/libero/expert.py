@@ -82,7 +82,7 @@ class BowlExpert:
         is_closing = state.gripper[0] < 0.8
         is_closed = state.gripper[0] < -0.4 and np.abs(state.data.qvel[self._fingers]).max() < 0.015
         if is_closed and away < HELD_M:
-            if left < 0.012 or (left < 0.025 and bowl[2] < goal[2] + 0.06):
+            if left < 0.02 or (left < 0.025 and bowl[2] < goal[2] + 0.06):
                 return np.append(hand[:2] + to_goal, hand[2] - 0.03), CLOSE
             rise = max(goal[2] + CARRY_M, self._top(state.data, bowl, to_goal) + MARGIN_M) - bowl[2]
             fraction = np.clip(1.0 - (rise - 0.02) / 0.04, 0.0, 1.0)

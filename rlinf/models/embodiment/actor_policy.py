@@ -219,8 +219,10 @@ class ActorPolicy(ActionModel, nn.Module):
             weights = load_file(folder / ACTOR_WEIGHTS)
             config = from_mapping(ActorConfig, settings["actor"], "actor")
             base.feature_kind = settings["feature_kind"]
-            if base.feature_kind == "token" and getattr(base, "readout_token", None) is None:
-                raise ValueError("it needs model.features=token, but the policy was loaded with different features")
+            if base.feature_kind in ("token", "keyframe") and getattr(base, "readout_token", None) is None:
+                raise ValueError(
+                    f"it needs model.features={base.feature_kind}, but the policy was loaded with different features"
+                )
             if settings["feature_dim"] != base.feature_dim:
                 raise ValueError(f"it reads {settings['feature_dim']} features, but its policy has {base.feature_dim}")
             actor = make_actor(config, base.feature_dim, base, settings["noise_std"])

@@ -13,7 +13,7 @@ from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.models.cuda_graph import CudaGraphs
 from rlinf.models.embodiment.modules.ranges import Range
-from rlinf.models.embodiment.modules.readout_token import NAME, ReadoutToken
+from rlinf.models.embodiment.modules.readout_token import NAME, KeyframeReadout, ReadoutToken, make_readout, masked_mean
 from rlinf.models.loading import field_error
 from rlinf.models.sampling import draw_uniforms
 from rlinf.options import override_text
@@ -41,7 +41,7 @@ class ActionModel(Module, metaclass=ABCMeta):
         action_chunks_len: ``C``, the number of actions per call.
         value_head: Add a value head; without one, values are 0.
         detach_value: Stop gradients at the value head's input.
-        features: Sets ``feature_kind`` in classes with a language model, which add ``readout_token`` for ``token``.
+        features: Sets ``feature_kind`` in classes with a language model, which add ``readout_token`` for ``token`` and ``keyframe``.
 
     Attributes:
         fsdp_wrap_modules: Class names of the layers that are sharded as units, recomputed and compiled.
@@ -52,9 +52,9 @@ class ActionModel(Module, metaclass=ABCMeta):
         has_logprobs: Whether actions have log-probabilities, which policy gradients need.
         predicts_values: Whether ``ActionPrediction.values`` equal ``evaluate_actions``' values for the same sample.
         float32_modules: Top-level modules (heads) that stay float32 under ``model.precision=bf16``.
-        feature_kind: Features that ``propose`` returns: ``hidden``, ``pooled``, ``token`` or ``inputs``.
+        feature_kind: Features that ``propose`` returns; see ``model.features``.
         prompt_suffix: Text appended to each instruction (``model.prompt_suffix``).
-        readout_token: Module that computes the ``token`` features from the states of images and prompt.
+        readout_token: Module that computes the ``token`` or ``keyframe`` features from the states of images and prompt.
         fills_calls: Whether evaluations pad calls to a fixed batch size, so that all calls round identically.
         num_observations: Number of stacked observations (``n_obs_steps``). If above 1, the caller tracks the history.
         state_range: Range of the state statistics in env units, or None without statistics.
@@ -82,7 +82,7 @@ class ActionModel(Module, metaclass=ABCMeta):
     prompt_suffix: str = ""
     _graphs: CudaGraphs | None = None
     state_range: Range | None = None
-    readout_token: ReadoutToken | None
+    readout_token: ReadoutToken | KeyframeReadout | None
     # Unless a class declares this, transformers rejects the default attention kernel.
     _supports_sdpa: ClassVar[bool] = True
     config: Any
@@ -238,7 +238,7 @@ class ActionModel(Module, metaclass=ABCMeta):
     @property
     def sft_chunk_len(self) -> int:
         """Number of actions per row that ``sft_loss`` reads; models with a horizon execute fewer."""
-        return self.action_chunks_len
+        return max(self.action_chunks_len, 0 if self._readout is None else self._readout.num_actions)
 
     @abstractmethod
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
@@ -300,8 +300,8 @@ class ActionModel(Module, metaclass=ABCMeta):
         """Return candidate chunks and features for each observation, from one pass over its images and prompt.
 
         The first candidate equals ``predict_action_batch(do_sample=False)`` bit for bit. ``hidden`` features are the
-        concatenated states from which this action is read, ``pooled`` is the mean state of images and prompt, and
-        ``token`` is the output of ``readout_token`` for these states.
+        concatenated states from which this action is read, ``pooled`` and ``keyframe`` are the mean state of images and
+        prompt, and ``token`` is the output of ``readout_token`` for these states.
 
         Args:
             inputs: Result of ``preprocess``.
@@ -333,25 +333,30 @@ class ActionModel(Module, metaclass=ABCMeta):
         raise NotImplementedError(f"{type(self).__name__} does not implement propose")
 
     def _prefix_features(self, states: Tensor, mask: Tensor | None) -> Tensor:
-        """Return ``pooled`` or ``token`` features for states ``[B, P, H]``; for ``mask`` see ``masked_mean``."""
+        """Return features other than ``hidden`` for states ``[B, P, H]``; for ``mask`` see ``masked_mean``."""
         readout = self._readout
         return masked_mean(states, mask) if readout is None else readout(states, mask)
 
     @property
-    def _readout(self) -> ReadoutToken | None:
+    def _readout(self) -> ReadoutToken | KeyframeReadout | None:
         """``readout_token``, or None, including for classes that never call ``_add_readout_token``."""
         # No class attribute: it would hide the module of the same name.
         return getattr(self, NAME, None)
 
-    def _add_readout_token(self, features: str, hidden_size: int) -> None:
+    def _add_readout_token(self, features: str, hidden_size: int, action_dim: int, state_dim: int = 0) -> None:
         """Set ``feature_kind`` and add the module it needs; constructors call this."""
         self.feature_kind = features
-        self.readout_token = ReadoutToken(hidden_size) if features == "token" else None
+        self.readout_token = make_readout(features, hidden_size, action_dim, state_dim)
+
+    def _motion(self, actions: Tensor) -> Tensor:
+        """Normalise actions ``[B, N, D]`` so that a zero action stays 0."""
+        normalize = self.action_normalizer.normalize
+        return to_device((normalize(actions) - normalize(torch.zeros_like(actions))).float(), self.device)
 
     def sft_loss(self, inputs: Inputs, actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
         """Return the cloning loss per row, float32 ``[B]``, for ``actions [B, sft_chunk_len, D]`` in env units.
 
-        With ``token`` features, the loss of ``readout_token`` is added. ``uniforms`` are float32
+        With ``token`` and ``keyframe`` features, the loss of ``readout_token`` is added. ``uniforms`` are float32
         ``[B, num_sft_uniforms]`` in (0, 1); None draws them from torch's global generator.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement sft_loss")
@@ -396,11 +401,3 @@ def check_hidden_size(given: int | None, actual: int) -> None:
             f"model.hidden_size is {given}, but the model has {actual}. "
             f"Set model.hidden_size={actual} or model.hidden_size=null"
         )
-
-
-def masked_mean(states: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the mean float32 ``[B, H]`` of ``states [B, P, H]`` over positions where ``mask`` is true (None means all)."""
-    if mask is None:
-        return states.float().mean(1)
-    weights = mask.float().unsqueeze(-1)
-    return (states.float() * weights).sum(1) / weights.sum(1)

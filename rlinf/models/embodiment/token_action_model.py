@@ -77,13 +77,14 @@ class TokenActionModel(ActionModel):
 
     def sft_loss(self, inputs: Inputs, actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
         """Return the mean negative log-probability ``[B]`` of the tokens for ``actions [B, C, D]``, over action bins only."""
-        tokens = self.action_tokenizer.encode(self.action_normalizer.normalize(actions)).flatten(1)
+        chunk = self.action_normalizer.normalize(actions[:, : self.action_chunks_len])
+        tokens = self.action_tokenizer.encode(chunk).flatten(1)
         tokens = to_device(tokens, self.device)
         readout, prefix = self._readout, list[PrefixStates]()
         # User-defined classes without a readout token need not accept the prefix argument.
         logits, _ = self._score(inputs, tokens) if readout is None else self._score(inputs, tokens, prefix)
         losses = -token_logprobs(logits, tokens - self.action_tokenizer.first_token)[0].mean(-1)
-        return losses if readout is None else losses + readout.loss(*prefix[0])
+        return losses if readout is None else losses + readout.loss(*prefix[0], self._motion(actions))
 
     def decode_actions(self, sequences: Tensor) -> Tensor:
         tokens = sequences[:, -self.num_logprobs :].unflatten(1, (self.action_chunks_len, self.action_dim))

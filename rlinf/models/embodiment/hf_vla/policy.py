@@ -25,7 +25,7 @@ from rlinf.models.embodiment.checkpoint_policy import no_progress_bars
 from rlinf.models.embodiment.folder_policy import reject_adapters
 from rlinf.models.embodiment.hf_vla.config import HfVlaConfig
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer
-from rlinf.models.embodiment.modules.readout_token import READOUT_FILE, ReadoutToken
+from rlinf.models.embodiment.modules.readout_token import READOUT_FILE, KeyframeReadout, ReadoutToken
 from rlinf.models.embodiment.modules.tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.token_action_model import PrefixStates, TokenActionModel
@@ -81,7 +81,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         self.action_normalizer = ActionNormalizer(self.get_action_stats(unnorm_key), action_dim)
         self._take_vlm(config.vlm_class()(config.vlm_config))
         self.value_head = ValueHead(width) if value_head else None
-        self._add_readout_token(features, width)
+        self._add_readout_token(features, width, action_dim)
         self.post_init()
         # transformers does not call _init_weights for our modules that have no direct parameters.
         if config.weight_init == "fan_in":
@@ -120,7 +120,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, (ValueHead, ReadoutToken)):
+        if isinstance(module, (ValueHead, ReadoutToken, KeyframeReadout)):
             module.reset_parameters()
 
     @torch.no_grad()

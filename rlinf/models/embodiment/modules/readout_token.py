@@ -1,4 +1,4 @@
-"""A token that summarises the states of a prefix (RLT, 2604.23073, stage 1)."""
+"""Modules that behaviour cloning trains on the states of images and prompt, for features of a frozen policy."""
 
 import math
 from pathlib import Path
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from rlinf.models.precision import without_autocast
 
 TOKEN_WIDTH = 256
+KEYFRAME_SCALE = 0.25
 NAME, READOUT_FILE = "readout_token", "readout_token.safetensors"
 """Attribute name in policies, prefix of the weight names, and name of a separate file if a policy's own cannot store them."""
 
@@ -17,9 +18,13 @@ NAME, READOUT_FILE = "readout_token", "readout_token.safetensors"
 class ReadoutToken(nn.Module):
     """Encode the states of images and prompt into one token, from which a decoder reconstructs each of them.
 
+    This is stage 1 of RLT (2604.23073).
+
     The encoder is a small transformer over the states and a learned token. The decoder reads the token and a position.
     (RLT's decoder also reads earlier states, from which the next state is easy to guess without the token.)
     """
+
+    num_actions = 0
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -52,7 +57,7 @@ class ReadoutToken(nn.Module):
             ignored = None if mask is None else nn.functional.pad(~mask, (1, 0), value=False)
             return self.encoder(sequence, src_key_padding_mask=ignored)[:, 0]
 
-    def loss(self, states: Tensor, mask: Tensor | None) -> Tensor:
+    def loss(self, states: Tensor, mask: Tensor | None, *_: object) -> Tensor:
         """Return the mean squared error ``[B]`` of the reconstructed states, each scaled to mean 0 and std 1."""
         states = states.detach()
         with without_autocast(states):
@@ -71,6 +76,60 @@ class ReadoutToken(nn.Module):
         scales = torch.exp(halves * (-math.log(10_000.0) * 2 / TOKEN_WIDTH))
         angles = numbers[..., None].float() * scales
         return standard, torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+class KeyframeReadout(nn.Module):
+    """Predict, from the mean state, the sum of the actions until the gripper next opens or closes, a keyframe (2105.14829).
+
+    A centimetre in an object's position hardly changes the next actions until the hand is near. It always changes this sum,
+    and with it the features, because the loss also trains the policy.
+
+    Args:
+        hidden_size: Width of the states.
+        action_dim: Width of an action; the last dimension commands the gripper.
+        state_dim: Width of the robot's state for policies whose prefix does not include it.
+    """
+
+    num_actions = 64
+    """Actions per row that the loss reads; rows with a later keyframe have the loss 0."""
+
+    def __init__(self, hidden_size: int, action_dim: int, state_dim: int = 0) -> None:
+        super().__init__()
+        self.head = nn.Linear(hidden_size + state_dim, action_dim - 1)
+
+    def reset_parameters(self) -> None:
+        """Initialise the weights with torch's defaults."""
+        self.head.reset_parameters()
+
+    def forward(self, states: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the mean float32 ``[B, H]`` of ``states [B, P, H]`` over positions where ``mask`` is true."""
+        return masked_mean(states, mask)
+
+    def loss(self, states: Tensor, mask: Tensor | None, actions: Tensor, state: Tensor | None = None) -> Tensor:
+        """Return the mean Huber loss ``[B]`` for ``actions [B, num_actions, D]``, normalised to a zero action of 0."""
+        with without_autocast(states):
+            mean = self(states, mask)
+            predicted = self.head(mean if state is None else torch.cat([mean, state.float()], 1))
+            is_closing = actions[..., -1] > 0
+            is_before = (is_closing == is_closing[:, :1]).cumprod(1)
+            target = KEYFRAME_SCALE * (actions[..., :-1] * is_before.unsqueeze(-1)).sum(1)
+            losses = nn.functional.smooth_l1_loss(predicted, target.float(), reduction="none").mean(1)
+            return losses * ~is_before.all(1)
+
+
+def make_readout(features: str, hidden_size: int, action_dim: int, state_dim: int = 0) -> nn.Module | None:
+    """Return the module that ``model.features`` needs; see ``KeyframeReadout`` for the other arguments."""
+    if features == "keyframe":
+        return KeyframeReadout(hidden_size, action_dim, state_dim)
+    return ReadoutToken(hidden_size) if features == "token" else None
+
+
+def masked_mean(states: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the mean float32 ``[B, H]`` of ``states [B, P, H]`` over positions where ``mask`` is true (None means all)."""
+    if mask is None:
+        return states.float().mean(1)
+    weights = mask.float().unsqueeze(-1)
+    return (states.float() * weights).sum(1) / weights.sum(1)
 
 
 def holds_readout_token(folder: str | Path) -> bool:

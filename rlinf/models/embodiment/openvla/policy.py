@@ -19,7 +19,7 @@ from rlinf.models.embodiment.base import Inputs, check_hidden_size
 from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy
 from rlinf.models.embodiment.folder_policy import open_safetensors
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
-from rlinf.models.embodiment.modules.readout_token import ReadoutToken
+from rlinf.models.embodiment.modules.readout_token import KeyframeReadout, ReadoutToken, make_readout
 from rlinf.models.embodiment.modules.tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.openvla.config import OpenVLAConfig
@@ -80,7 +80,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         learned = config.action_decoding == "parallel" and config.learned_placeholders
         self.placeholders = nn.Parameter(torch.zeros(self.num_logprobs, width)) if learned else None
         self.value_head = ValueHead(width) if value_head else None
-        self._add_readout_token(features, width)
+        self._add_readout_token(features, width, action_dim)
         self._add_modules()
         self.post_init()
         self._freeze()
@@ -137,7 +137,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         std = self.config.text_config.initializer_range
-        if isinstance(module, (ValueHead, ReadoutToken)):
+        if isinstance(module, (ValueHead, KeyframeReadout, ReadoutToken)):
             module.reset_parameters()
         elif isinstance(module, VisionTower):
             for token in (module.pos_embed, getattr(module, "cls_token", None), getattr(module, "reg_token", None)):
@@ -444,7 +444,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         width = config.text_config.hidden_size
         return {
             "value_head": ValueHead(width) if arguments["value_head"] else None,
-            "readout_token": ReadoutToken(width) if arguments["features"] == "token" else None,
+            "readout_token": make_readout(arguments["features"], width, arguments["action_dim"]),
         }
 
     def _public_weights(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -191,11 +191,12 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         """Return the cross-entropy ``[B]`` of the tokens for ``actions [B, C, D]`` or, with l1, the mean absolute error."""
         if self.action_head is None:
             return super().sft_loss(inputs, actions, uniforms)
-        target = to_device(self.action_normalizer.normalize(actions).float(), self.device)
+        chunk = actions[:, : self.action_chunks_len]
+        target = to_device(self.action_normalizer.normalize(chunk).float(), self.device)
         readout, prefix = self.readout_token, list[PrefixStates]()
         states = self._action_states(inputs, None, None if readout is None else prefix)
         losses = (self.action_head(states) - target).abs().mean((1, 2))
-        return losses if readout is None else losses + readout.loss(*prefix[0])
+        return losses if readout is None else losses + readout.loss(*prefix[0], self._motion(actions))
 
     def decode_actions(self, sequences: Tensor) -> Tensor:
         if self.action_head is None:

@@ -20,7 +20,7 @@ from rlinf.files import write_text
 from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy
 from rlinf.models.embodiment.folder_policy import open_safetensors
 from rlinf.models.embodiment.modules.flow import time_embedding
-from rlinf.models.embodiment.modules.readout_token import ReadoutToken
+from rlinf.models.embodiment.modules.readout_token import make_readout
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.pi0.config import Pi0Config
 from rlinf.models.embodiment.pi0.gemma_expert import AdaRMSNorm, GemmaStack, SiglipTower
@@ -59,7 +59,7 @@ class Pi0Network(CheckpointPolicy):
     _supports_attention_backend = True
     _no_split_modules: ClassVar[list[str]] = ["GemmaActionLayer", "SiglipEncoderLayer"]
 
-    def __init__(self, config: Pi0Config, value_head: bool, features: str = "hidden") -> None:
+    def __init__(self, config: Pi0Config, value_head: bool, features: str = "hidden", action_dim: int = 7) -> None:
         super().__init__(config)
         attention, width = config._attn_implementation, config.expert["width"]
         self.vision_tower = SiglipTower(config.vision, attention)
@@ -78,7 +78,7 @@ class Pi0Network(CheckpointPolicy):
             self.action_time_mlp_in, self.action_time_mlp_out = nn.Linear(2 * width, width), nn.Linear(width, width)
         for name, head in _heads(config, value_head).items():
             setattr(self, name, head)
-        self._add_readout_token(features, config.hidden_size)
+        self._add_readout_token(features, config.hidden_size, action_dim, _state_dim(config))
         self.post_init()
         self._init_composites()
         self._freeze()
@@ -186,7 +186,7 @@ class Pi0Network(CheckpointPolicy):
 
     @classmethod
     def _new_heads(cls, config: Pi0Config, arguments: dict[str, Any]) -> dict[str, nn.Module | None]:
-        readout = ReadoutToken(config.hidden_size) if arguments["features"] == "token" else None
+        readout = make_readout(arguments["features"], config.hidden_size, arguments["action_dim"], _state_dim(config))
         return {**_heads(config, arguments["value_head"]), "readout_token": readout}
 
     def _public_weights(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -209,6 +209,11 @@ class Pi0Network(CheckpointPolicy):
 def prefix_positions(mask: Tensor) -> Tensor:
     """Return positions ``[B, P]``, counting only present tokens."""
     return (mask.cumsum(1) - 1).clamp_min(0)
+
+
+def _state_dim(config: Pi0Config) -> int:
+    """Return the width of the state that the expert reads, because the prefix does not include it; 0 if it does."""
+    return 0 if config.pi05 else config.action_dim
 
 
 def _heads(config: Pi0Config, value_head: bool) -> dict[str, nn.Module | None]:

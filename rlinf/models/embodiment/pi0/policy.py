@@ -56,7 +56,7 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
     ) -> None:
         settings = {"hidden_size": hidden_size, "unnorm_key": unnorm_key, "action_dim": action_dim}
         self.check_settings(config, **settings, action_chunks_len=action_chunks_len)
-        super().__init__(config, value_head, features)
+        super().__init__(config, value_head, features, action_dim)
         self.action_dim, self.action_chunks_len = action_dim, action_chunks_len
         self.detach_value, self.unnorm_key = detach_value, unnorm_key
         self.action_normalizer = _action_normalizer(config, unnorm_key, action_dim)
@@ -141,7 +141,7 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
 
     @property
     def sft_chunk_len(self) -> int:
-        return self.config.action_horizon
+        return max(super().sft_chunk_len, self.config.action_horizon)
 
     # -- inputs --------------------------------------------------------------------------------------------------
 
@@ -245,10 +245,12 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
     def sft_loss(self, inputs: Inputs, actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
         """Return the flow-matching loss: the velocity's mean squared error at a random time (Black et al. 2024, section IV).
 
-        ``actions [B, horizon, D]`` are padded with zeros to ``config.action_dim``; the loss includes the padding. ``uniforms
+        The first ``horizon`` of ``actions [B, sft_chunk_len, D]`` are padded with zeros to ``config.action_dim``; the loss includes the padding. ``uniforms
         [B, num_sft_uniforms]`` are used for the noise and, in the last column, the time.
         """
-        actions = to_device(self.action_normalizer.normalize(actions).float(), self.device)
+        motion = self._motion(actions)
+        actions = self.action_normalizer.normalize(actions[:, : self.config.action_horizon])
+        actions = to_device(actions.float(), self.device)
         actions = nn.functional.pad(actions, (0, self.config.action_dim - actions.shape[-1]))
         if uniforms is None:
             uniforms = draw_uniforms(len(actions), self.num_sft_uniforms)
@@ -258,7 +260,9 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
         losses = self.flow_loss(inputs, actions, noise, training_times(uniforms[:, -1]), prefix).mean((1, 2))
         if self.readout_token is None:
             return losses
-        return losses + self.readout_token.loss(self.language_model.norm(prefix.states), prefix.mask)
+        return losses + self.readout_token.loss(
+            self.language_model.norm(prefix.states), prefix.mask, motion, inputs.get("state")
+        )
 
     def flow_loss(
         self, inputs: Inputs, actions: Tensor, noise: Tensor, t: Tensor, prefix: Prefix | None = None

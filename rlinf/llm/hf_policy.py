@@ -36,6 +36,7 @@ from rlinf.llm.hf_generation import generate_tokens, reject_other_names
 from rlinf.llm.hf_model import HFModel, model_shapes
 from rlinf.llm.logprobs import batch_scores, has_separable_head
 from rlinf.llm.losses import TokenLoss, trained_tokens
+from rlinf.llm.memory_plan import PassPlan, plan_passes
 from rlinf.llm.packing import attend_each_sequence, keeps_sequences_apart
 from rlinf.llm.policy_interface import LogprobsSpec, LossFunction
 from rlinf.llm.token_policy import TokenPolicy, TokenPolicyConfig, check_trainable
@@ -58,7 +59,9 @@ class HuggingFacePolicyConfig(CausalLMConfig, TokenPolicyConfig):
     """Keyword arguments for ``HuggingFacePolicy``."""
 
     sequence_packing: bool = option(False, "Concatenate rows in a micro-batch instead of padding them.")
-    gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass to save memory.")
+    gradient_checkpointing: bool | str = option(
+        "auto", "Recompute activations in updates; auto: of as many layers as necessary.", choices=("auto", True, False)
+    )
     report_entropy: bool = option(False, "Return the mean token entropy in nats; needs memory for two logit chunks.")
     compile: bool = option(False, "Compile the model's repeated layers in train() with torch.compile.")
     sharding: str = option(
@@ -89,6 +92,8 @@ class HuggingFacePolicy(TokenPolicy):
     """
 
     config: HuggingFacePolicyConfig
+    pass_plan: PassPlan | None = None
+    _keeps_reference = False
 
     def __init__(self, model_name: str, **kwargs: Any) -> None:
         reject_other_names(kwargs)
@@ -110,7 +115,7 @@ class HuggingFacePolicy(TokenPolicy):
                 f"{type(self.model).__name__} does not separate packed sequences. Pass sequence_packing=False"
             )
         self._adapt(self.model)
-        set_training_options(self.model, recomputed=config.gradient_checkpointing, compiled=config.compile)
+        set_training_options(self.model, recomputed=config.gradient_checkpointing is True, compiled=config.compile)
         take_weights_of_rank_0(self.model)
         self.parallel: Parallel = Replicated(self.model)
         if rank() == 0 and world_size() > 1:
@@ -179,6 +184,7 @@ class HuggingFacePolicy(TokenPolicy):
 
     def _check_loss(self, loss_fn: LossFunction) -> None:
         super()._check_loss(loss_fn)
+        self._keeps_reference |= isinstance(loss_fn, TokenLoss) and loss_fn.needs_reference
         dropout = (self.config.lora or {}).get("dropout", 0.0)
         if isinstance(loss_fn, TokenLoss) and loss_fn.compares and dropout > 0:
             raise ConfigError(
@@ -187,6 +193,25 @@ class HuggingFacePolicy(TokenPolicy):
             )
         if world_size() > 1 and not isinstance(loss_fn, TokenLoss):
             raise ConfigError(f"{loss_fn} is not a TokenLoss, so it cannot be summed over {world_size()} ranks.")
+
+    def _rows_per_pass(self, length: int) -> int:
+        config, rows, tokens = self.config, self.config.micro_batch_size, self.config.max_tokens_per_microbatch
+        is_set = (rows or tokens) and config.gradient_checkpointing != "auto"
+        if is_set or not (gpu_bytes := _gpu_bytes(config)):
+            return super()._rows_per_pass(length)
+        if self.pass_plan is None or length > self.pass_plan.length:
+            longest = max(length, config.max_model_len or 0)
+            self.pass_plan = plan_passes(
+                _shapes(self.model_name, config, self._lora), longest, -(-tokens // longest) if tokens else rows,
+                config.gradient_checkpointing, gpu_bytes, offloads=config.cpu_offload,
+                shards=(config.shard_size or world_size()) if self._sharded else None,
+                has_reference=self._lora is None and (self._keeps_reference or self._initial is not None),
+            )  # fmt: skip
+            set_training_options(self.model, recomputed=self.pass_plan.recomputed, compiled=config.compile)
+            if rank() == 0:
+                logger.info("updates: %s", self.pass_plan)
+        # Memory is proportional to the tokens of a pass.
+        return rows or max(1, self.pass_plan.rows * self.pass_plan.length // length)
 
     def _accumulate(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
         if not isinstance(loss_fn, TokenLoss):
@@ -279,33 +304,39 @@ def _choose(model_name: str, config: HuggingFacePolicyConfig, lora: LoraConfig |
     on_gpu = _device_of(config) != "cpu"
     if quantised or not (is_requested or world_size() > 1 or (on_gpu and lora is None)):
         return Choice(False, "its weights are quantised" if quantised else "there is one rank")
+    shapes = _shapes(model_name, config, lora)
+    memory = rank_memory_bytes(_device_of(config), local_world_size()) if world_size() > 1 else 0
+    sizes = {"cpu_offload": config.cpu_offload, "shard_size": config.shard_size}
+    choice = choose_sharding(config.sharding, shapes, world_size(), memory, **sizes)
+    shards = (config.shard_size or world_size()) if choice.sharded else None
+    needed, available = StateBytes.of(shapes, shards).total, _gpu_bytes(config)
+    if on_gpu and not config.cpu_offload and needed > available:
+        num_parameters = sum(p.numel() for p in shapes.parameters() if p.requires_grad)
+        raise ConfigError(
+            f"Training the {num_parameters / 1e9:.3g} billion weights of '{model_name}' needs {needed / 1e9:.3g} GB for weights, gradients "
+            f"and optimiser on every rank, but its GPUs have {available / 1e9:.3g} GB. "
+            "Pass lora={}, shard over more ranks, or train a smaller model"
+        )
+    return choice
+
+
+def _shapes(model_name: str, config: HuggingFacePolicyConfig, lora: LoraConfig | None) -> HFModel:
     shapes = model_shapes(model_name, config.trust_remote_code, torch_dtype_of(config.torch_dtype))
     if lora is not None:
         # Preserve the random state, because a single process does not initialise adapters here.
         with torch.random.fork_rng(devices=[]):
             apply_lora(shapes, lora)
-    memory = rank_memory_bytes(_device_of(config), local_world_size()) if world_size() > 1 else 0
-    sizes = {"cpu_offload": config.cpu_offload, "shard_size": config.shard_size}
-    choice = choose_sharding(config.sharding, shapes, world_size(), memory, **sizes)
-    if on_gpu and not config.cpu_offload:
-        _check_memory(model_name, config, shapes, choice.sharded)
-    return choice
+    return shapes
 
 
-def _check_memory(model_name: str, config: HuggingFacePolicyConfig, shapes: HFModel, sharded: bool) -> None:
-    """Raise ConfigError before weights are loaded if training does not fit on a rank's GPUs."""
-    needed = StateBytes.of(shapes, (config.shard_size or world_size()) if sharded else None).total
+def _gpu_bytes(config: HuggingFacePolicyConfig) -> int:
+    """Return the memory of the GPUs over which this rank's model is spread; 0 on a CPU."""
+    if _device_of(config) == "cpu":
+        return 0
     is_spread = isinstance(config.device_map, dict) or config.device_map in _SPREAD
     has_one_gpu = not is_spread or (config.device_map == "auto" and dist.is_initialized())
     gpus = [own_device().index] if has_one_gpu else range(torch.cuda.device_count())
-    available = sum(torch.cuda.get_device_properties(index).total_memory for index in gpus)
-    if needed > available:
-        num_parameters = sum(p.numel() for p in shapes.parameters() if p.requires_grad)
-        raise ConfigError(
-            f"Training the {num_parameters / 1e9:.3g} billion weights of '{model_name}' needs {needed / 1e9:.3g} GB for weights, gradients "
-            f"and optimiser on every rank, but {'the GPU has' if len(gpus) == 1 else 'the GPUs have'} {available / 1e9:.3g} GB. "
-            "Pass lora={}, shard over more ranks, or train a smaller model"
-        )
+    return sum(torch.cuda.get_device_properties(index).total_memory for index in gpus)
 
 
 @contextmanager

@@ -219,8 +219,8 @@ def _head_logits(config: Any, logits: Tensor) -> Tensor:
 
 def _are_equal(ours: Tensor, logits: Tensor) -> bool:
     """Return whether two tensors are equal up to rounding in an elementwise function."""
-    if ours.shape != logits.shape:
-        return False
+    if ours.is_meta or ours.shape != logits.shape:  # without values, only shapes can differ
+        return ours.shape == logits.shape
     rounding = 4 * max(torch.finfo(tensor.dtype).eps for tensor in (ours, logits))
     return torch.allclose(ours.float(), logits.float(), rtol=rounding, atol=0)
 

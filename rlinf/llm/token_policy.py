@@ -34,6 +34,8 @@ Result = TypeVar("Result")
 
 SUM_CHUNK = 2**24
 """Number of elements converted to float64 at a time, which take 128 MiB."""
+DEFAULT_ROWS = 8
+"""``micro_batch_size=None`` without an estimate of memory."""
 
 
 @dataclass
@@ -46,7 +48,7 @@ class TokenPolicyConfig(SamplingConfig):
     betas: list[float] = option([0.9, 0.999], "Adam betas.")
     epsilon: float = option(1e-8, "Adam epsilon.", minimum=0)
     max_grad_norm: float = option(1.0, "Gradient norm above which gradients are clipped.", minimum=1e-6)
-    micro_batch_size: int = option(8, "Rows per forward-backward pass.", minimum=1)
+    micro_batch_size: int | None = option(None, "Rows per pass; null: 8, or as the GPU's memory allows.", minimum=1)
     max_tokens_per_microbatch: int | None = option(None, "Limit micro-batches by tokens instead of rows.", minimum=1)
 
 
@@ -213,19 +215,26 @@ class TokenPolicy(PolicyInterface):
 
     def _micro_batches(self, data: BatchedDataDict, rows_per_sample: int) -> list[list[int]]:
         """Check a batch and return the row numbers for each forward pass; ``rows_per_sample`` consecutive rows stay together."""
-        text, size = self._text_config, self.config.micro_batch_size
+        text = self._text_config
         verify_token_ids(data, text.vocab_size)
         verify_right_padding(data, raise_error=True)
         lengths = tokens_and_mask(data)[1].sum(-1).tolist()
         context = num_positions(text)
         if context is not None and max(lengths) > context:
             raise ConfigError(f"A row has {max(lengths)} tokens; expected at most the model's {context} positions")
+        size = self._rows_per_pass(max([1, *lengths]))
         if self.config.max_tokens_per_microbatch is not None:
             packed = getattr(self.config, "sequence_packing", False)
             return micro_batch_rows(lengths, self.config.max_tokens_per_microbatch, packed, rows_per_sample)
+        if self.config.micro_batch_size is None:
+            size = max(rows_per_sample, size - size % rows_per_sample)
         if size % rows_per_sample:
             raise ConfigError(f"micro_batch_size={size} splits a sample. Pass micro_batch_size={rows_per_sample}")
         return [list(range(start, min(start + size, len(lengths)))) for start in range(0, len(lengths), size)]
+
+    def _rows_per_pass(self, length: int) -> int:
+        """Return the rows of a micro-batch whose longest row has ``length`` tokens."""
+        return self.config.micro_batch_size or DEFAULT_ROWS
 
     def _check_initial(self, model: nn.Module) -> None:
         """Raise CheckpointError if a reloaded model does not have the initial weights."""

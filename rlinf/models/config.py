@@ -66,9 +66,7 @@ class ModelConfig:
     )
     attn_implementation: str = option("sdpa", "Attention kernel.", choices=("sdpa", "eager", "flash_attention_2"))
     gradient_checkpointing: bool | str = option(
-        "auto",
-        "Recompute layer activations in the backward pass; auto: as many layers as GPU memory requires.",
-        choices=("auto", True, False),
+        "auto", "Recompute activations in updates; auto: of as many layers as necessary.", choices=("auto", True, False)
     )
     compile: bool = option(False, "Compile the layers with torch.compile for updates.")
     cuda_graph: bool = option(False, "Run policy calls of OpenVLA, OpenVLA-OFT, pi0 and pi0.5 as CUDA graphs.")

@@ -44,10 +44,10 @@ class LinearFit(NamedTuple):
     row: float
 
     @classmethod
-    def through(cls, few: float, more: float) -> LinearFit:
-        """Return the fit through the bytes measured at the batch sizes ``FEW`` and ``MORE``."""
-        row = (more - few) / (MORE - FEW)
-        return cls(few - FEW * row, row)
+    def through(cls, few: float, more: float, first: int = FEW, last: int = MORE) -> LinearFit:
+        """Return the fit through the bytes measured at two batch sizes."""
+        row = (more - few) / (last - first)
+        return cls(few - first * row, row)
 
     def at(self, rows: int) -> int:
         """Return the bytes at a batch size."""
@@ -103,6 +103,21 @@ def measure_passes(
     return PassMemory(
         acts, scores, updates, LinearFit.through(*less), tuple(max(0.0, size / MORE) for size in more.saved[kind])
     )
+
+
+def measure_update(
+    model: nn.Module, run: Callable[[int], list[Tensor]], rows: int
+) -> tuple[LinearFit, tuple[float, ...]]:
+    """Return the bytes of an update, from 1 and ``rows`` rows, and the bytes per row that recomputing each layer would save.
+
+    ``model`` must be on the meta device; ``run`` returns the outputs of a number of rows.
+    """
+    peaks, saved = [], [0]
+    for count in (1, rows):
+        with MetaBytes(model) as memory, AsOnGpu():
+            peak, saved = _update(model, memory, partial(run, count))
+        peaks.append(peak)
+    return LinearFit.through(*peaks, 1, rows), tuple(max(0.0, size / rows) for size in saved)
 
 
 class PeakMemory:

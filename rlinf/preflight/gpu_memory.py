@@ -10,6 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+from torch import nn
 
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import local_world_size, world_size
@@ -59,9 +60,7 @@ class GpuMemory:
     """Memory of a rank on its GPU, in bytes."""
 
     state: int  # weights, optimiser and rollout copies, in all phases
-    half_gradients: (
-        int  # 16-bit gradients of layers: during the backward pass they take the memory of freed activations
-    )
+    half_gradients: int  # 16-bit gradients of layers, which take the memory of activations freed in the backward pass
     gathered: int  # layers that a sharded model gathers
     simulators: int  # graphics contexts of simulator processes
     engine: int  # a vLLM engine on the policy's GPU
@@ -185,7 +184,7 @@ def estimate_gpu(
     return estimate, GpuMemory(
         state=(0 if offloads else estimate.trainer - half) + (0 if workers else estimate.rollout_weights),
         half_gradients=half,
-        gathered=_gathered(model) if estimate.is_sharded else 0,
+        gathered=gathered_bytes(model) if estimate.is_sharded else 0,
         simulators=SIMULATOR_BYTES * simulators_on_gpu(config, gpu_bytes),
         engine=0 if workers else _engine_beside(config, estimate, gpu_bytes),
         engine_sleeps=config.rollout.vllm.sleep,
@@ -223,7 +222,7 @@ def _calls(config: RunConfig) -> tuple[int, int]:
     return streams, math.ceil(envs / streams)
 
 
-def _gathered(model: ActionModel) -> int:
+def gathered_bytes(model: nn.Module) -> int:
     """Return the bytes of two layers (FSDP2 prefetches the next one) and of all parameters outside the layers."""
     sizes = [sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in find_layers(model)]
     return 2 * max(sizes, default=0) + sum(p.numel() * p.element_size() for p in model.parameters()) - sum(sizes)

@@ -7,6 +7,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import torch
 from transformers import AutoTokenizer
 
 from rlinf.checkpoints.checkpoint import on_rank_zero
@@ -18,14 +19,13 @@ from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.llm.losses import DPOLossFn, GRPOLossFn
 from rlinf.models.base_weights import weights_digest
 from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor
-from rlinf.models.loading import num_positions
 from rlinf.recipes.completions import Completer, CompletionValidation, Generator
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import PackedRows, Rows, StreamedRows
 from rlinf.recipes.dpo import DPOTrainer
 from rlinf.recipes.grpo import Groups, GRPOTrainer
 from rlinf.recipes.packers import ChatPacker, Packer, PromptPacker
-from rlinf.recipes.plan import fraction_of_engine, make_plan, num_steps, why_no_engine
+from rlinf.recipes.plan import fraction_of_engine, longest_row, make_plan, num_steps, rows_per_pass, why_no_engine
 from rlinf.recipes.rewards import Rewards, make_rewards
 from rlinf.recipes.rollout_workers import RolloutWorkerPlaces, make_generator
 from rlinf.recipes.rollouts import TorchGenerator, VllmGenerator
@@ -74,13 +74,6 @@ def load_processor(name: str) -> Any:
         raise CheckpointError(f"'{name}' has no usable tokenizer ({error}).") from error
 
 
-def longest_row(config: RecipeConfig) -> int:
-    """Return the maximum row length in tokens: ``policy.model_max_length``, capped at the number of positions the model supports."""
-    policy = config.policy
-    declared = num_positions(load_config(policy.model_name_or_path).get_text_config())
-    return min(policy.model_max_length, declared or policy.model_max_length)
-
-
 def policy_settings(config: RecipeConfig, processor: Any) -> dict[str, Any]:
     """Return the keyword arguments for ``HuggingFacePolicy``."""
     train, policy, rollout = config.train, config.policy, config.rollout
@@ -88,7 +81,8 @@ def policy_settings(config: RecipeConfig, processor: Any) -> dict[str, Any]:
     longest = longest_row(config)
     rows_per_sample = 2 if method.type == "dpo" else 1
     rows = config.batch_size * rows_per_sample // world_size()
-    micro_batch = max(1, min(method.mini_batch * rows_per_sample, rows))
+    given = rows_per_pass(config, torch.cuda.is_available())
+    micro_batch = None if given is None else max(1, min(given * rows_per_sample, rows))
     lora = policy.lora
     return {
         "torch_dtype": train.param_dtype,
@@ -99,7 +93,7 @@ def policy_settings(config: RecipeConfig, processor: Any) -> dict[str, Any]:
         "epsilon": train.epsilon,
         "max_grad_norm": train.optm_grad_norm_clip or 1e9,
         "micro_batch_size": micro_batch,
-        "max_tokens_per_microbatch": micro_batch * longest if train.sequence_packing else None,
+        "max_tokens_per_microbatch": micro_batch * longest if micro_batch and train.sequence_packing else None,
         "sequence_packing": train.sequence_packing,
         "gradient_checkpointing": policy.model_gradient_checkpointing,
         "compile": train.compile,

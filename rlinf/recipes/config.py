@@ -57,7 +57,7 @@ class TrainPolicyConfig:
         choices=TYPES,
     )
     dataset: DatasetConfig = option(DatasetConfig(), "Training data.")
-    mini_batch: int = option(2, "Rows per forward-backward pass on each rank.", minimum=1)
+    mini_batch: int | None = option(None, "Rows per pass on a rank; null: 2, or as the GPU's memory allows.", minimum=1)
     dataloader_shuffle: bool = option(True, "Shuffle the rows in every epoch, seeded by train.seed.")
     dataloader_num_workers: int = option(0, "Threads that prepare batches in advance.", minimum=0)
     enable_dataset_cache: bool = option(False, "Cache tokenized rows in main memory (ignored for streams).")
@@ -218,7 +218,9 @@ class PolicyConfig:
 
     model_name_or_path: PathText = option("", "Folder or hub id of a transformers model.")
     model_max_length: int = option(4096, "Maximum tokens per row, or per prompt plus completion.", minimum=2)
-    model_gradient_checkpointing: bool = option(True, "Recompute activations in the backward pass to save memory.")
+    model_gradient_checkpointing: bool | str = option(
+        "auto", "Recompute activations in updates; auto: of as many layers as necessary.", choices=("auto", True, False)
+    )
     device: str = option("auto", "auto: GPUs if available; cpu: run ranks as local processes.", choices=DEVICES)
     parallelism: ParallelismConfig = option(ParallelismConfig(), "GPUs used by the trained model.")
     lora: LoraConfig | None = option(None, "Train only LoRA adapters; null: train all weights.")

@@ -14,14 +14,18 @@ from rlinf.engines.gpu_fraction import SEPARATE_GPU_FRACTION, engine_fraction
 from rlinf.engines.weight_transfer import manifest_of
 from rlinf.errors import ConfigError, RLinfError
 from rlinf.llm.hf_model import HFModel, check_tensor_parallel, load_config, model_shapes
+from rlinf.llm.memory_plan import plan_passes
 from rlinf.llm.vllm_generation import IMAGE_FAMILIES
 from rlinf.models.config import LoraConfig
+from rlinf.models.loading import num_positions
 from rlinf.models.lora import apply_lora
 from rlinf.models.precision import torch_dtype_of
 from rlinf.number_formats import format_bytes
 from rlinf.preflight.placement import FreeCapacity
 from rlinf.recipes.config import NO_ROLLOUT_WORKERS, RecipeConfig
 
+ASSUMED_GPU = 80 * 10**9
+"""GPU memory in bytes for a plan on a machine without a GPU."""
 NOT_COUNTED = "without activations, one gathered layer of a sharded model, and libraries"
 
 
@@ -145,6 +149,19 @@ def steps_per_epoch(config: RecipeConfig, num_rows: int) -> int:
     return max(1, num_rows * config.group_size // config.batch_size)
 
 
+def longest_row(config: RecipeConfig) -> int:
+    """Return the maximum row length in tokens: ``policy.model_max_length``, capped at the number of positions the model supports."""
+    policy = config.policy
+    declared = num_positions(load_config(policy.model_name_or_path).get_text_config())
+    return min(policy.model_max_length, declared or policy.model_max_length)
+
+
+def rows_per_pass(config: RecipeConfig, has_gpu: bool = True) -> int | None:
+    """Return the rows per forward-backward pass; None if GPU memory determines them."""
+    rows, on_gpu = config.train.train_policy.mini_batch, has_gpu and config.policy.device != "cpu"
+    return rows if rows is not None or (on_gpu and not config.train.sequence_packing) else 2
+
+
 def describe(config: RecipeConfig, plan: Plan, num_rows: int | None, reason: str = "") -> str:
     """Return the plan as text, which ``rlinf launch`` prints; ``reason`` explains why ``num_rows`` is None."""
     method, train = config.train.train_policy, config.train
@@ -154,6 +171,7 @@ def describe(config: RecipeConfig, plan: Plan, num_rows: int | None, reason: str
         batch += f" ({batch_size // group_size} prompts x {group_size})"
     rows_per_rank = batch_size // plan.policy_gpus
     max_tokens = batch_size * (min(config.rollout.max_response_length, longest) if config.is_grpo else longest)
+    at_a_time = f", {min(rows, rows_per_rank)} at a time" if (rows := rows_per_pass(config)) else ""
     ranks, replicas = f"{plan.policy_gpus}", config.policy.parallelism.replicas
     if plan.policy_gpus > 1:
         ranks += f" ({replicas} x {plan.shards} shards)" if replicas > 1 else f" ({plan.shards} shards)"
@@ -179,7 +197,7 @@ def describe(config: RecipeConfig, plan: Plan, num_rows: int | None, reason: str
         ("total GPUs", str(plan.num_gpus)),
         *engine_lines(config),
         *([("workers", f"{plan.workers}, in processes started by Ray; {ratio}")] if plan.workers else []),
-        ("batch", f"{batch}; {rows_per_rank} on each rank, {min(method.mini_batch, rows_per_rank)} at a time"),
+        ("batch", f"{batch}; {rows_per_rank} on each rank{at_a_time}"),
         ("steps", steps),
         ("tokens", f"at most {max_tokens:,} {'generated ' if config.is_grpo else ''}in a step"),
         *memory_lines(config, plan),
@@ -210,21 +228,18 @@ class Sizes(NamedTuple):
 
 
 def _shapes(config: RecipeConfig) -> HFModel:
-    return model_shapes(config.policy.model_name_or_path, dtype=torch_dtype_of(config.train.param_dtype))
-
-
-def _adapt(model: HFModel, config: RecipeConfig) -> None:
+    model = model_shapes(config.policy.model_name_or_path, dtype=torch_dtype_of(config.train.param_dtype))
     if config.policy.lora is not None:
         apply_lora(model, LoraConfig(**config.policy.lora.settings()))
+    return model
 
 
 def sizes_of(config: RecipeConfig, plan: Plan) -> Sizes:
     """Compute a model's sizes from its shapes, without loading it; its configuration must be on this machine."""
     model = _shapes(config)
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    parameters = sum(p.numel() for p in model.parameters())
-    _adapt(model, config)
-    return Sizes(parameters, weights, StateBytes.of(model, plan.shards if plan.shards > 1 else None))
+    base = [p for name, p in model.named_parameters() if "lora_" not in name]
+    state = StateBytes.of(model, plan.shards if plan.shards > 1 else None)
+    return Sizes(sum(p.numel() for p in base), sum(p.nbytes for p in base), state)
 
 
 def fraction_of_engine(config: RecipeConfig, plan: Plan | None) -> float:
@@ -264,6 +279,8 @@ def memory_lines(config: RecipeConfig, plan: Plan) -> list[tuple[str, str]]:
         ("memory", f"{sizes.parameters:,} weights; {NOT_COUNTED}"),
         ("  policy", f"{format_bytes(state.total)} {where}: {parts}, optimiser {format_bytes(state.moments)}"),
     ]
+    if config.policy.device != "cpu":
+        lines.append(("  update", update_text(config, plan)))
     if config.is_grpo:
         takes = ""
         if plan.tp_size:
@@ -276,6 +293,19 @@ def memory_lines(config: RecipeConfig, plan: Plan) -> list[tuple[str, str]]:
     return lines
 
 
+def update_text(config: RecipeConfig, plan: Plan) -> str:
+    """Return the rows per pass and the recomputed layers of an update on this machine's GPU, or on an assumed one."""
+    has_gpu, method, model = torch.cuda.is_available(), config.train.train_policy, _shapes(config)
+    rows, is_dpo = rows_per_pass(config), method.type == "dpo"
+    passes = plan_passes(
+        model, longest_row(config), 2 * rows if rows and is_dpo else rows, config.policy.model_gradient_checkpointing,
+        rank_memory_bytes("cuda", 1) if has_gpu else ASSUMED_GPU,
+        shards=plan.shards if plan.shards > 1 else None, offloads=config.train.fsdp_offload,
+        has_reference=config.policy.lora is None and (is_dpo or method.kl_beta > 0),
+    )  # fmt: skip
+    return f"{passes}" if has_gpu else f"{passes} (on a GPU with {ASSUMED_GPU // 10**9} GB)"
+
+
 def store_capacity(config: RecipeConfig) -> FreeCapacity | None:
     """Return the space that rollout workers need in Ray's object store, or None if the model is not on this machine."""
     name, lora = config.policy.model_name_or_path, config.policy.lora
@@ -285,7 +315,6 @@ def store_capacity(config: RecipeConfig) -> FreeCapacity | None:
         model = _shapes(config)
     except RLinfError:
         return None  # the later loading of the model reports the error
-    _adapt(model, config)
     sizes = {key: tensor.numel() * tensor.element_size() for key, tensor in model.state_dict().items()}
     # Frozen weights are stored once. Trained ones need space twice, because the old version stays until the new one is complete.
     num_bytes = sum(sizes[key] * (2 if spec.trained else 1) for key, spec in manifest_of(model).items())

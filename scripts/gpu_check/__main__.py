@@ -1,94 +1,85 @@
-"""Run the checks one after the other, and write the table again after each of them.
+"""Run the checks that this machine lacks, the most valuable ones first, and write the results after each number.
 
-Every check runs in a process of its own, so that one that fails or hangs leaves the others alone. The exit status is 0 if no number
-misses its threshold and no check fails.
+Every check runs in a process of its own, so that one that fails or hangs leaves the others alone. With --minutes, a check starts only
+if it is expected to end in time; the next call continues. The exit status is 0 if no number of this call misses its threshold and no
+check fails.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import os
 import platform
 import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
+import threading
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from gpu_check.checks import ONE_GPU, SEVERAL_GPUS, Check
-from gpu_check.rows import Row, Setting
+from gpu_check import STARTED, results
+from gpu_check.checks import ONE_GPU, SEVERAL_GPUS
+from gpu_check.results import CUT, DONE, FAILED, ROOT, Attempt, Results
+from gpu_check.rows import Row, Rows, Setting
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = {False: DOCS / "gpu_results.md", True: DOCS / "several_gpus_results.md"}
-"""Pages of one GPU, and of several."""
+FILES = {False: ROOT / "docs" / "gpu_results.json", True: ROOT / "docs" / "several_gpus_results.json"}
+"""Results of one GPU, and of several; each page is beside its file."""
+CACHE = Path("~/.cache/rlinf/gpu_check").expanduser()
 TIMES_ON_CPU = 4
 """How much longer a check may take on a CPU, which may be busy."""
-MEANING = Path(__file__).with_name("meaning.md")
-"""The part of each page that explains its rows."""
 
 
-def run_check(name: str, check: Check, arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], str]:
-    """Run one check in a process; return its rows, and what it printed if it failed."""
-    answer, own = folder / f"{name}.json", folder / name
-    limit_s = check.limit_s * (1 if arguments.device == "cuda" else TIMES_ON_CPU)
-    own.mkdir()
-    words = ["--device", arguments.device, "--child", name, "--output", str(answer)]
-    words += ["--tiny"] * arguments.tiny + (["--gpus", str(arguments.gpus)] if arguments.gpus else [])
-    command = [sys.executable, "-m", "gpu_check", *words]
-    log = folder / f"{name}.txt"
-    with open(log, "wb") as file:
-        process = subprocess.Popen(command, cwd=own, stdout=file, stderr=file, start_new_session=True)
+def run_check(name: str, arguments: argparse.Namespace, left_s: float) -> Attempt:
+    """Run a check in a process for at most ``left_s`` seconds; print and return what it measured."""
+    limit_s = arguments.checks[name].limit_s * (1 if arguments.device == "cuda" else TIMES_ON_CPU)
+    paths = ["--output", str(arguments.output.absolute()), "--cache", str(arguments.cache)]
+    command = [sys.executable, "-m", "gpu_check", *sys.argv[1:], *paths, "--child", name]
+    start, state, problem = time.monotonic(), DONE, ""
+    with tempfile.TemporaryDirectory(prefix="rlinf-gpu-check-") as folder, tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True)
         try:
-            status = process.wait(limit_s)
+            if status := process.wait(min(limit_s, left_s)):
+                state, problem = FAILED, f"ended with status {status}"
         except subprocess.TimeoutExpired:
-            status = None
+            state, problem = (CUT, "") if left_s <= limit_s else (FAILED, f"took longer than {limit_s} s")
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    if status == 0:
-        return [Row(**row) for row in json.loads(answer.read_text())], ""
-    ended = f"took longer than {limit_s} s" if status is None else f"ended with status {status}"
-    return [Row(name, check.run.__doc__.splitlines()[0], ended, "a result", False)], log.read_text()[-3000:]
+        if state == FAILED:
+            log.seek(0)
+            print(log.read().decode(errors="replace")[-3000:], file=sys.stderr, flush=True)
+    attempt = arguments.results.close(name, state, time.monotonic() - start, problem)
+    for row in attempt.measured_at(arguments.results.commit):
+        verdict = {True: "holds", False: "MISSED", None: ""}[row.passed]
+        print(f"{row.check} {row.what}: {row.value}  [{row.required}] {verdict}")
+    print(f"{name}: {problem or state} after {attempt.seconds:.0f} s", flush=True)
+    return attempt
 
 
-def table(rows: list[Row], arguments: argparse.Namespace, seconds: float) -> str:
-    """Return the page."""
-    machine = torch.cuda.get_device_name() if arguments.device == "cuda" else f"CPU ({platform.machine()})"
-    size = "tiny models: this shows that the checks run, not what a GPU does" if arguments.tiny else "full size"
-    flags = f"{f' --gpus {arguments.gpus}' if arguments.gpus else ''}{' --device cpu' * (arguments.device == 'cpu')}"
-    words = {True: "yes", False: "**no**", None: ""}
-    origin = (
-        f"Written by `bash scripts/gpu_check.sh{flags}{' --tiny' * arguments.tiny}`, from random weights: {machine}, torch "
-        f"{torch.__version__}, {size}, {seconds / 60:.1f} minutes."
-    )
-    times = ", ".join(f"{name} {check.expected_s} ({check.limit_s})" for name, check in arguments.checks.items())
-    limits = f"Seconds on one H200 by estimate, and after which a check is ended: {times}."
-    lines = [
-        "# What several GPUs show" if arguments.gpus else "# What a GPU shows",
-        "",
-        *([] if arguments.device == "cuda" else ["**Not yet run on a GPU.**", ""]),
-        *(f"{textwrap.fill(each, 120, break_long_words=False, break_on_hyphens=False)}\n" for each in (origin, limits)),
-        "| check | what | measured | required | holds |",
-        "|---|---|---|---|---|",
-        *(f"| {row.check} | {row.what} | {row.value} | {row.required} | {words[row.passed]} |" for row in rows),
-        "",
-        MEANING.read_text().rstrip(),
-    ]
-    return "\n".join(lines) + "\n"
+def measure(name: str, arguments: argparse.Namespace) -> None:
+    """Run a check in this process, in an empty working directory, and save each number at once."""
+    threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
+    file, start = arguments.results, time.monotonic()
+    measured = {row.what: row.value for attempt in file.attempts.values() for row in attempt.rows}
+
+    def save(row: Row) -> None:
+        file.add(row, time.monotonic() - start)
+
+    setting = Setting(arguments.device, arguments.tiny, Path.cwd(), arguments.cache, arguments.gpus or 1, measured)
+    arguments.checks[name].run(Rows(name, file.commit, save), setting)
 
 
-def write(path: Path, text: str) -> None:
-    """Write a file under a temporary name, and rename it."""
-    partial = path.with_name(f".{path.name}.tmp")
-    partial.write_text(text)
-    os.replace(partial, path)
+def end_with_parent(parent: int) -> None:
+    """Kill this process and those that it has started when its parent has been killed, so that the next call has the GPU."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.killpg(0, signal.SIGKILL)
 
 
 def read_arguments() -> argparse.Namespace:
@@ -96,13 +87,21 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--minutes", type=float, default=math.inf, metavar="N", help="stop in time, without a loss")
+    parser.add_argument("--list", action="store_true", help="print the checks to run in their order, and run none")
+    parser.add_argument("--page", action="store_true", help="write the page again, and run nothing")
+    parser.add_argument(
+        "--wheels", action="store_true", help="print the packages that a GPU machine needs besides torch"
+    )
+    parser.add_argument("--since", metavar="COMMIT", help="measure again what was measured before this commit")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="tiny models")
     parser.add_argument(
         "--gpus", type=int, metavar="2..8", help="the checks for so many GPUs of this machine, M1 to M5"
     )
-    parser.add_argument("--only", nargs="+", metavar="G")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--only", nargs="+", metavar="CHECK", help="run these, even if they are done")
+    parser.add_argument("--cache", type=Path, default=CACHE, help=f"folder of the drawn models (32 GB; {CACHE})")
+    parser.add_argument("--output", type=Path, help="file of the results; its page is written beside it")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.checks = SEVERAL_GPUS if arguments.gpus else ONE_GPU
@@ -111,40 +110,87 @@ def read_arguments() -> argparse.Namespace:
         parser.error(f"--only {unknown[0]}: expected any of {', '.join(arguments.checks)}")
     if arguments.gpus is not None and not 2 <= arguments.gpus <= 8:
         parser.error(f"--gpus {arguments.gpus}: expected 2 to 8. Without --gpus, the checks of one GPU run")
+    arguments.cache, arguments.output = arguments.cache.absolute(), arguments.output or FILES[bool(arguments.gpus)]
+    arguments.results = Results(arguments.output, machine_name(arguments), results.current_commit())
+    if arguments.list or arguments.page or arguments.wheels:
+        return arguments
+    if missing := results.missing_packages():
+        parser.error(f"{', '.join(missing)} not installed. --wheels prints all packages, on a machine that has them")
     if arguments.device == "cuda" and torch.cuda.device_count() < (arguments.gpus or 1):
         parser.error(f"--device is cuda, but torch sees {torch.cuda.device_count()} GPUs. Add --device cpu --tiny")
     if arguments.device == "cpu" and not arguments.tiny:
         parser.error("--device cpu needs --tiny: at full size the checks would take days")
+    if arguments.device == "cpu" and arguments.output in FILES.values():
+        parser.error("--device cpu would add to the results of GPUs. Add --output /tmp/gpu_results.json")
     return arguments
+
+
+def machine_name(arguments: argparse.Namespace) -> str:
+    """Return the name under which results are kept."""
+    name = f"CPU ({platform.machine()}), not a GPU"
+    if arguments.device == "cuda":
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else "a GPU without results"
+    return f"{f'{arguments.gpus} x ' if arguments.gpus else ''}{name}{', tiny models' * arguments.tiny}"
+
+
+def choose(names: Sequence[str], arguments: argparse.Namespace, left_s: float, may_draw: bool) -> str | None:
+    """Return the first check that is expected to end in time; before one that needs the drawn OpenVLA, G0 may draw it."""
+    model = Setting(arguments.device, arguments.tiny, Path(), arguments.cache).model
+    for name in names:
+        draws = may_draw and arguments.checks[name].needs_model and not model.is_dir()
+        if seconds_of(name, arguments) + (seconds_of("G0", arguments) if draws else 0) <= left_s:
+            return "G0" if draws else name
+    return None
+
+
+def seconds_of(name: str, arguments: argparse.Namespace) -> float:
+    """Return the seconds that a check is expected to take."""
+    return results.seconds_needed(arguments.checks[name], arguments.results.attempts.get(name))
 
 
 def main() -> int:
     arguments = read_arguments()
-    checks, here = arguments.checks, Path.cwd()
-    if arguments.child:
-        setting = Setting(arguments.device, arguments.tiny, here, here.parent / "openvla", arguments.gpus or 1)
-        rows = checks[arguments.child].run(setting)
-        write(arguments.output, json.dumps([asdict(row) for row in rows]))
+    if arguments.wheels:
+        print(*results.wheels(), sep="\n")
         return 0
-    # Part of the checks, or a CPU, would replace what a GPU has shown.
-    is_whole = arguments.device == "cuda" and not arguments.only
-    page = arguments.output or (PAGES[bool(arguments.gpus)] if is_whole else None)
-    names = [name for name in checks if name in (arguments.only or checks)]
-    if "G0" not in names and any(checks[name].needs_model for name in names):
-        names.insert(0, "G0")
-    start, rows = time.monotonic(), []
-    with tempfile.TemporaryDirectory(prefix="rlinf-gpu-check-") as folder:
-        for name in names:
-            found, log = run_check(name, checks[name], arguments, Path(folder))
-            rows += found
-            for row in found:
-                verdict = {True: "holds", False: "MISSED", None: ""}[row.passed]
-                print(f"{row.check} {row.what}: {row.value}  [{row.required}] {verdict}", flush=True)
-            if log:
-                print(log, file=sys.stderr, flush=True)
-            if page is not None:
-                write(page, table(rows, arguments, time.monotonic() - start))
-    return int(any(row.passed is False for row in rows))
+    if arguments.child:
+        measure(arguments.child, arguments)
+        return 0
+    file, checks = arguments.results, arguments.checks
+    names = arguments.only or results.lacking(
+        checks, file.attempts, file.commit, lambda commit: results.is_since(commit, arguments.since)
+    )
+    if arguments.list:
+        print_list(names, arguments)
+        return 0
+    title = "What several GPUs show" if arguments.gpus else "What a GPU shows"
+    results.write_page(file, title, checks)
+    if arguments.page:
+        return 0
+    end, has_failed, may_draw = STARTED + 60 * arguments.minutes, False, True
+    while (name := choose(names, arguments, end - time.monotonic(), may_draw)) is not None:
+        attempt = run_check(name, arguments, end - time.monotonic())
+        names, may_draw = [other for other in names if other != name], may_draw and name != "G0"
+        has_failed |= attempt.state == FAILED
+        has_failed |= any(row.passed is False for row in attempt.measured_at(file.commit))
+        results.write_page(file, title, checks)
+    if names:
+        print(f"not run in this call: {', '.join(names)}")
+    return int(has_failed)
+
+
+def print_list(names: Sequence[str], arguments: argparse.Namespace) -> None:
+    """Print the checks to run, in order and with seconds, and then the remaining ones."""
+    left_s, attempts = 60 * arguments.minutes, arguments.results.attempts
+    print(f"{arguments.results.machine}:")
+    for name in names:
+        is_later = (seconds := seconds_of(name, arguments)) > left_s
+        left_s -= 0 if is_later else seconds
+        print(f"{name:12} {seconds:4.0f} s{'  later' * is_later}")
+    for name, check in arguments.checks.items():
+        if name not in names:
+            attempt = attempts.get(name)
+            print(f"{name:12} {attempt.problem or attempt.state if attempt else f'needs {check.package}'}")
 
 
 if __name__ == "__main__":

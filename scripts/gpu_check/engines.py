@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import statistics
@@ -14,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from gpu_check.openvla import folder_words
-from gpu_check.rows import GB, NEEDS_FULL_SIZE, NEEDS_GPU, Row, Rows, Setting
+from gpu_check.rows import GB, NEEDS_FULL_SIZE, NEEDS_GPU, Rows, Setting
 from gpu_check.runs import children_of, command_of, rl_metrics, train_command, used_bytes
-from gpu_check.tokens import THREE_BILLION, freed, write_model
+from gpu_check.tokens import THREE_BILLION, drawn_model, freed
 
 FASTER = "times as many tokens per second with CUDA graphs"
 
@@ -32,20 +31,9 @@ class Speed(NamedTuple):
     restored: bool
 
 
-def g3_vllm(setting: Setting) -> list[Row]:
-    """An engine with graphs against one without, its sleep and its pushes; rollouts of OpenVLA, one of them interrupted."""
-    rows = Rows("G3")
-    if importlib.util.find_spec("vllm") is None:
-        rows.not_measured("generation and rollouts in vLLM", "needs the extra vllm")
-        return rows
-    language_rows(rows, setting)
-    openvla_rows(rows, setting)
-    return rows
-
-
-def language_rows(rows: Rows, setting: Setting) -> None:
-    """Tokens per second of a 3B, with graphs and without."""
-    source = write_model(setting, THREE_BILLION)
+def g3_tokens(rows: Rows, setting: Setting) -> None:
+    """Tokens per second of a 3B in vLLM with graphs and without, its sleep and its pushes."""
+    source = drawn_model(setting, THREE_BILLION)
     found = {"eager": speed_of(setting, source, True)}
     if setting.is_gpu:
         found["with CUDA graphs"] = speed_of(setting, source, False)
@@ -135,7 +123,7 @@ def vllm_words(setting: Setting) -> list[str]:
     return [*folder_words(setting, 3), "rollout.backend=vllm"]
 
 
-def openvla_rows(rows: Rows, setting: Setting) -> None:
+def g3_rollouts(rows: Rows, setting: Setting) -> None:
     """Three iterations with rollouts in vLLM, the engine killed in the middle of the second rollout."""
     folder = setting.folder / "vllm"
     run = subprocess.Popen(train_command(setting, folder, vllm_words(setting)), cwd=setting.folder)

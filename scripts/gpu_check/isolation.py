@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from gpu_check.openvla import configuration
-from gpu_check.rows import GB, NEEDS_GPU, Row, Rows, Setting
+from gpu_check.rows import GB, NEEDS_GPU, Rows, Setting
 from gpu_check.runs import (
     SMALL,
     Watched,
@@ -38,9 +38,8 @@ print(GL.glGetString(GL.GL_RENDERER).decode())
 """
 
 
-def g2_isolation(setting: Setting) -> list[Row]:
+def g2_isolation(rows: Rows, setting: Setting) -> None:
     """Ranks of torchrun and a run of one process stay on their GPUs; renderers and simulations use it and free it."""
-    rows = Rows("G2")
     num_gpus = torch.cuda.device_count() if setting.is_gpu else 0
     if setting.is_gpu and num_gpus < 2:
         shared_gpu_row(rows, setting)
@@ -50,7 +49,6 @@ def g2_isolation(setting: Setting) -> list[Row]:
     renderer_row(rows, setting)
     worker_rows(rows, setting)
     maniskill_rows(rows, setting)
-    return rows
 
 
 def shared_gpu_row(rows: Rows, setting: Setting) -> None:

@@ -1,4 +1,4 @@
-"""OpenVLA with random weights: drawn once, on the GPU, and kept in a folder from which all checks read it."""
+"""OpenVLA with random weights: drawn once, on the GPU, and kept in the cache, from which all checks read it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from typing import Any
 
 import torch
 
-from gpu_check.rows import GB, NEEDS_FULL_SIZE, Row, Rows, Setting
+from gpu_check.rows import GB, NEEDS_FULL_SIZE, Rows, Setting
+from rlinf.files import replace_folder
 
 ACTOR_SCALE = 4.0
 """Factor on the head's random weights, whose own logits have a deviation of 1.3: log-probabilities near -2, as of a policy that learns.
 
 At 30 (deviation 38), rounding alone fails the gate: a mean exp gap of 1.2 on an H100.
 """
+TINY_MODEL = ["experiment=quickstart_vllm", "rollout.backend=torch", "env.tasks=[reach]"]
 
 
 def random_words(setting: Setting) -> list[str]:
     """Return the overrides of the model that is drawn: 7B, or a tiny one that decodes token by token as well."""
     if setting.tiny:
-        return ["experiment=quickstart_vllm", "rollout.backend=torch", "env.tasks=[reach]"]
+        return TINY_MODEL
     sizes = "+model.init_config={n_action_bins: 256}"  # all other fields have the values of the 7B
     return ["experiment=openvla_tabletop_lora", "model.unnorm_key=null", "model.is_lora=false", sizes]
 
@@ -31,14 +33,7 @@ def folder_words(setting: Setting, num_steps: int) -> list[str]:
     common += [f"model.model_path={setting.model}", "model.unnorm_key=null", "model.is_lora=true"]
     if setting.tiny:
         small = ["rollout.num_envs=8", "rollout.num_chunks=16", "trainer.minibatch_size=16", "model.lora.rank=4"]
-        return [
-            "experiment=quickstart_vllm",
-            "rollout.backend=torch",
-            "env.tasks=[reach]",
-            "~model.init_config",
-            *small,
-            *common,
-        ]
+        return [*TINY_MODEL, "~model.init_config", *small, *common]
     return ["experiment=openvla_tabletop_lora", *common]
 
 
@@ -50,11 +45,18 @@ def configuration(words: list[str]) -> Any:
     return build_config(compose_config(words))
 
 
-def g0_draw(setting: Setting) -> list[Row]:
+def save_drawn(model: Any, folder: Path) -> None:
+    """Write a model to the cache, where every folder is complete."""
+    partial = folder.with_name(f".{folder.name}.tmp")
+    model.save_pretrained(partial)
+    replace_folder(partial, folder)
+
+
+def g0_draw(rows: Rows, setting: Setting) -> None:
     """OpenVLA is drawn on the GPU and written to a folder."""
     from rlinf.models import build_policy
 
-    rows, config = Rows("G0"), configuration([*random_words(setting), f"cluster.device={setting.device}"])
+    config = configuration([*random_words(setting), f"cluster.device={setting.device}"])
     start = time.monotonic()
     torch.manual_seed(0)
     with torch.device(setting.device):
@@ -69,7 +71,6 @@ def g0_draw(setting: Setting) -> list[Row]:
     else:
         rows.not_measured("seconds to initialise the model", NEEDS_FULL_SIZE)
     start = time.monotonic()
-    model.save_pretrained(setting.model)
-    size = sum(path.stat().st_size for path in Path(setting.model).glob("*.safetensors"))
+    save_drawn(model, setting.model)
+    size = sum(path.stat().st_size for path in setting.model.glob("*.safetensors"))
     rows.state("seconds to write it", f"{time.monotonic() - start:.1f}, {size / GB:.2f} GB")
-    return rows

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gpu_check.openvla import configuration, folder_words
-from gpu_check.rows import GB, NEEDS_FULL_SIZE, NEEDS_GPU, Row, Rows, Setting
+from gpu_check.rows import GB, NEEDS_FULL_SIZE, NEEDS_GPU, Rows, Setting
 from gpu_check.runs import Watched, read_trace, rl_metrics, seconds_of, train, used_bytes
 
 PROFILED = 1
@@ -31,9 +31,8 @@ def lora_words(setting: Setting) -> list[str]:
     return [*folder_words(setting, 3), "trainer.save_mode=async", f"trainer.profile_steps=[{PROFILED},{PROFILED}]"]
 
 
-def g1_openvla_lora(setting: Setting) -> list[Row]:
+def g1_openvla_lora(rows: Rows, setting: Setting) -> None:
     """OpenVLA with LoRA from a folder: the gate, its gap, memory, launches, and checkpoints of adapters alone."""
-    rows = Rows("G1")
     watched = Watched(used_bytes if setting.is_gpu else lambda: 0)
     with watched:
         folder = train(setting, "openvla_lora", lora_words(setting))
@@ -49,11 +48,10 @@ def g1_openvla_lora(setting: Setting) -> list[Row]:
     trace_rows(rows, setting, folder)
     if not setting.is_full:
         rows.not_measured("peak GPU memory of the run", NEEDS_FULL_SIZE)
-        return rows
+        return
     rows.at_most("peak GPU memory of the run", watched.highest / GB, 24, " GB")
     allocated = metrics[-1]["memory/cuda_gib"] * 2**30
     rows.at_most("peak GPU memory over torch's own peak allocation", watched.highest / allocated, 1.3)
-    return rows
 
 
 def checkpoint_rows(rows: Rows, setting: Setting, folder: Path) -> None:
@@ -96,11 +94,10 @@ def trace_rows(rows: Rows, setting: Setting, folder: Path) -> None:
     rows.at_least(what[3], trace.busy, 0.6)
 
 
-def g5_policy_call(setting: Setting) -> list[Row]:
+def g5_policy_call(rows: Rows, setting: Setting) -> None:
     """One policy call and one update: time, CUDA graph, kernels of attention, waits of the host, and gaps between row counts."""
     from rlinf.envs import make_env
 
-    rows = Rows("G5")
     config = configuration([*folder_words(setting, 1), f"cluster.device={setting.device}"])
     env = make_env(config.env, 2 * NUM_ROWS, auto_reset=False)
     observation, _ = env.reset(seed=0)
@@ -111,7 +108,6 @@ def g5_policy_call(setting: Setting) -> list[Row]:
     gap_rows(rows, model, observation)
     sync_rows(rows, setting, config, model, few)
     time_rows(rows, setting, config, model.eval(), few)  # the last one, because it records graphs
-    return rows
 
 
 def built(config: Any, setting: Setting) -> Any:

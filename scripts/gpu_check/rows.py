@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 GIB = 2**30
@@ -19,6 +20,7 @@ class Row:
         value: The number as text.
         required: The threshold as text; empty: stated only.
         passed: None: it was stated only, or could not be measured here (``value`` says why).
+        commit: The commit that was measured.
     """
 
     check: str
@@ -26,6 +28,7 @@ class Row:
     value: str
     required: str = ""
     passed: bool | None = None
+    commit: str = ""
 
 
 @dataclass
@@ -36,15 +39,22 @@ class Setting:
         device: cuda or cpu.
         tiny: Tiny models, which show that the checks run.
         folder: Empty folder of this check.
-        model: Folder of the drawn OpenVLA, which checks share.
+        cache: Folder of the drawn models.
         num_gpus: Ranks of the checks for several GPUs.
+        measured: Values of earlier checks on this machine, by ``what``.
     """
 
     device: str
     tiny: bool
     folder: Path
-    model: Path
+    cache: Path
     num_gpus: int = 2
+    measured: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def model(self) -> Path:
+        """Folder of the drawn OpenVLA, which checks share."""
+        return self.cache / f"openvla{'_tiny' * self.tiny}"
 
     @property
     def is_gpu(self) -> bool:
@@ -57,34 +67,34 @@ class Setting:
         return self.is_gpu and not self.tiny
 
 
-class Rows(list[Row]):
-    """The rows of one check; each method adds one."""
+class Rows:
+    """The rows of one check; each method passes one to ``save`` as soon as it is measured."""
 
-    def __init__(self, check: str) -> None:
-        super().__init__()
-        self.check = check
+    def __init__(self, check: str, commit: str, save: Callable[[Row], None]) -> None:
+        self.check, self.commit, self.save = check, commit, save
+
+    def _add(self, what: str, value: str, required: str = "", passed: bool | None = None) -> None:
+        self.save(Row(self.check, what, value, required, passed, self.commit))
 
     def state(self, what: str, value: object) -> None:
         """Add a number without a threshold."""
-        self.append(Row(self.check, what, str(value)))
+        self._add(what, str(value))
 
     def at_most(self, what: str, value: float, limit: float, unit: str = "") -> None:
         """Add a number that must not exceed ``limit``."""
-        row = Row(self.check, what, f"{value:.4g}{unit}", f"at most {limit:.4g}{unit}", bool(value <= limit))
-        self.append(row)
+        self._add(what, f"{value:.4g}{unit}", f"at most {limit:.4g}{unit}", bool(value <= limit))
 
     def at_least(self, what: str, value: float, limit: float, unit: str = "") -> None:
         """Add a number that must reach ``limit``."""
-        row = Row(self.check, what, f"{value:.4g}{unit}", f"at least {limit:.4g}{unit}", bool(value >= limit))
-        self.append(row)
+        self._add(what, f"{value:.4g}{unit}", f"at least {limit:.4g}{unit}", bool(value >= limit))
 
     def holds(self, what: str, value: object, required: object) -> None:
         """Add a value that must equal ``required``."""
-        self.append(Row(self.check, what, str(value), str(required), value == required))
+        self._add(what, str(value), str(required), value == required)
 
     def not_measured(self, what: str, why: str) -> None:
         """Add a row that says why there is no number."""
-        self.append(Row(self.check, what, f"not measured: {why}"))
+        self._add(what, f"not measured: {why}")
 
 
 NEEDS_GPU = "needs a GPU"

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from gpu_check.isolation import ranks_rows, shared_gpu_row
-from gpu_check.rows import GB, NEEDS_GPU, Row, Rows, Setting
+from gpu_check.rows import GB, NEEDS_GPU, Rows, Setting
 from gpu_check.runs import largest_gap, rl_metrics, train
 from gpu_check.training import TWO_STEPS
 
@@ -27,9 +27,8 @@ END_S = DEADLINE_S + 60
 DATA = Path(__file__).resolve().parents[1] / "make_arithmetic_data.py"
 
 
-def m1_recipe(setting: Setting) -> list[Row]:
+def m1_recipe(rows: Rows, setting: Setting) -> None:
     """A recipe on all ranks, replicated and sharded, writes its checkpoints by a thread and resumes."""
-    rows = Rows("M1")
     subprocess.run(
         [sys.executable, str(DATA), "arithmetic", "--train", "640", "--test", "20"], check=True, cwd=setting.folder
     )
@@ -58,7 +57,6 @@ def m1_recipe(setting: Setting) -> list[Row]:
             )  # fmt: skip
             what = f"status of a recipe on {ranks} {name}, {'resumed from' if steps > 2 else 'with'} asynchronous checkpoints"
             rows.holds(what, done.returncode, 0)
-    return rows
 
 
 def hybrid_words(setting: Setting, size: int) -> list[str]:
@@ -67,28 +65,25 @@ def hybrid_words(setting: Setting, size: int) -> list[str]:
     return [*TWO_STEPS, *shards, f"cluster.num_processes={setting.num_gpus}"]
 
 
-def m2_hybrid_shards(setting: Setting) -> list[Row]:
+def m2_hybrid_shards(rows: Rows, setting: Setting) -> None:
     """Groups of ranks that hold replicas of shards (HSDP) train as replicas do."""
-    rows, ranks = Rows("M2"), setting.num_gpus
+    ranks = setting.num_gpus
     size = max(1, ranks // 2)
     replicas = rl_metrics(
         train(setting, "replicas", [*TWO_STEPS, f"cluster.num_processes={ranks}", "trainer.sharding=replicate"])
     )
     gap = largest_gap(replicas, rl_metrics(train(setting, "hybrid", hybrid_words(setting, size))))
     rows.at_most(f"difference of the losses of {ranks} replicas and of shards over {size} of {ranks} ranks", gap, 1e-3)
-    return rows
 
 
-def m3_bandwidth(setting: Setting) -> list[Row]:
+def m3_bandwidth(rows: Rows, setting: Setting) -> None:
     """The bandwidth with which a unit of FSDP2 is gathered."""
-    rows = Rows("M3")
     measured = in_ranks(setting, gather_units)
     what = f"GB/s of an all-gather of one layer of a 7B over {setting.num_gpus} ranks"
     if setting.is_full:
         rows.at_least(what, measured / GB, 50)
     else:
         rows.state(f"{what}, a smaller layer", f"{measured / GB:.2f}")
-    return rows
 
 
 def gather_units(setting: Setting) -> None:
@@ -123,23 +118,19 @@ def in_ranks(setting: Setting, function: Callable[[Setting], None]) -> float:
     return json.loads((setting.folder / "rate.json").read_text())
 
 
-def m4_own_gpus(setting: Setting) -> list[Row]:
+def m4_own_gpus(rows: Rows, setting: Setting) -> None:
     """Ranks of torchrun have a GPU each, or are rejected."""
-    rows = Rows("M4")
     ranks_rows(rows, setting, setting.num_gpus)
     if setting.is_gpu:
         shared_gpu_row(rows, setting)
     else:
         rows.not_measured("two ranks of torchrun on one GPU are rejected", NEEDS_GPU)
-    return rows
 
 
-def m5_lost_ranks(setting: Setting) -> list[Row]:
+def m5_lost_ranks(rows: Rows, setting: Setting) -> None:
     """A killed rank, and one that never comes to an all-reduce, end the run on all ranks in time."""
-    rows = Rows("M5")
     ended(rows, setting, "a rank is killed in an all-reduce", die_in_a_collective, "RankKilledError", DEADLINE_S)
     ended(rows, setting, "a rank never comes to an all-reduce", miss_a_collective, "DeadlineError", END_S)
-    return rows
 
 
 def ended(

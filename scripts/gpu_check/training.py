@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
-from gpu_check.rows import Row, Rows, Setting
+from gpu_check.rows import Rows, Setting
 from gpu_check.runs import SMALL, first_difference, largest_gap, rl_metrics, train
 
 TWO_STEPS = ["experiment=quickstart", *SMALL, "algorithm.critic_warmup_steps=0", "trainer.max_steps=2"]
 FOUR_STEPS = [*TWO_STEPS, "trainer.max_steps=4", "trainer.save_every=2", "trainer.max_keep=-1"]
 FOUR_STEPS += ["trainer.save_mode=async", "trainer.deterministic=true"]
+LOWER_END = "lower end of the interval in fp32"
 ADAPTERS = [*TWO_STEPS, "model.precision=bf16", "model.is_lora=true", "model.lora.rank=4"]
 
 
@@ -23,24 +25,32 @@ def learning_words(setting: Setting, precision: str) -> list[str]:
     return ["experiment=quickstart", f"model.precision={precision}", *size, *steps]
 
 
-def g6_bf16_learns(setting: Setting) -> list[Row]:
+def g6_float32_learns(rows: Rows, setting: Setting) -> None:
+    """Cloning and PPO in float32."""
+    success = success_of(rows, setting, "fp32")
+    rows.state(LOWER_END, success["interval"][0])
+
+
+def g6_bf16_learns(rows: Rows, setting: Setting) -> None:
     """PPO in bf16 reaches the success of float32."""
-    rows, found = Rows("G6"), {}
-    for precision in ("fp32", "bf16"):
-        folder = train(setting, precision, learning_words(setting, precision))
-        found[precision] = json.loads((folder / "summary.json").read_text())["success_after_rl"]
-        rows.state(f"success in {precision}", f"{found[precision]['success_rate']:.1%}")
+    success, lower = success_of(rows, setting, "bf16"), setting.measured.get(LOWER_END)
     what = "upper end of bf16's interval, against the lower end of float32's"
-    if setting.tiny:
-        rows.not_measured(what, "needs the whole training")
+    if setting.tiny or lower is None:
+        rows.not_measured(what, "needs the whole training" if setting.tiny else "float32 has no result")
     else:
-        rows.at_least(what, found["bf16"]["interval"][1], found["fp32"]["interval"][0])
-    return rows
+        rows.at_least(what, success["interval"][1], float(lower))
 
 
-def g7_same_numbers(setting: Setting) -> list[Row]:
-    """FSDP2 on one rank equals replication, in float32 and with adapters in bf16; a resumed run and a repeated one equal the first."""
-    rows = Rows("G7")
+def success_of(rows: Rows, setting: Setting, precision: str) -> dict[str, Any]:
+    """Train in a number format; return the success with its interval."""
+    folder = train(setting, precision, learning_words(setting, precision))
+    success = json.loads((folder / "summary.json").read_text())["success_after_rl"]
+    rows.state(f"success in {precision}", f"{success['success_rate']:.1%}")
+    return success
+
+
+def g7_same_numbers(rows: Rows, setting: Setting) -> None:
+    """A resumed run and a repeated one equal the first."""
     whole = rl_metrics(train(setting, "first", FOUR_STEPS))
     resumed = rl_metrics(
         train(setting, "resumed", [f"resume={setting.folder / 'first' / 'checkpoints' / 'rl_000002'}"])
@@ -49,6 +59,10 @@ def g7_same_numbers(setting: Setting) -> list[Row]:
     what = "first metric in which {} differs, with trainer.deterministic"
     rows.holds(what.format("a run resumed from a checkpoint of a thread"), first_difference(whole[2:], resumed), "none")
     rows.holds(what.format("the same run again"), first_difference(whole, again), "none")
+
+
+def g7_shards(rows: Rows, setting: Setting) -> None:
+    """FSDP2 on one rank equals replication in float32."""
     plain = rl_metrics(train(setting, "plain", TWO_STEPS))
     repeated = rl_metrics(train(setting, "repeated", TWO_STEPS))
     rows.state("first metric in which the same run again differs, without it", first_difference(plain, repeated))
@@ -57,9 +71,12 @@ def g7_same_numbers(setting: Setting) -> list[Row]:
     rows.at_most("difference of the losses of FSDP2 and of replication, float32", gap, 1e-3)
     on = train(setting, "fsdp2_on", [f"resume={sharded}", "trainer.max_steps=3"])
     rows.holds("iterations after a resume of the FSDP2 checkpoint", len(rl_metrics(on)), 1)
+
+
+def g7_adapters(rows: Rows, setting: Setting) -> None:
+    """FSDP2 on one rank equals replication with adapters in bf16."""
     both = [
         rl_metrics(train(setting, f"adapters_{sharding}", [*ADAPTERS, f"trainer.sharding={sharding}"]))
         for sharding in ("replicate", "fsdp2")
     ]
     rows.at_most("difference of the losses of FSDP2 and of replication, adapters in bf16", largest_gap(*both), 0.05)
-    return rows

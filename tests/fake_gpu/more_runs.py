@@ -41,7 +41,7 @@ class TokenRun:
     """
 
     def __init__(self, gpu: FakeGpu, settings: dict[str, Any], rows: int = 8, length: int = 256) -> None:
-        self.gpu = gpu
+        self.gpu, settings = gpu, {"gradient_checkpointing": False, "micro_batch_size": rows} | settings
 
         def load(name: str, config: Any, deferred: bool = False) -> Any:
             return gpu.place(model_shapes(name, dtype=torch_dtype_of(config.torch_dtype)).model).eval()

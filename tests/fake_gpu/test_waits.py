@@ -77,7 +77,7 @@ def token(packed, windows):
             model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").bfloat16()
         policy = HuggingFacePolicy.__new__(HuggingFacePolicy)
         size = {"sequence_packing": True, "max_tokens_per_microbatch": 40} if packed else {"micro_batch_size": 2}
-        policy.config = HuggingFacePolicyConfig(torch_dtype="bfloat16", **size)
+        policy.config = HuggingFacePolicyConfig(torch_dtype="bfloat16", gradient_checkpointing=False, **size)
         policy.model, policy.model_name, policy.temperature = gpu.place(model), "here", 1.0
         policy._sharded, policy._lora, policy._initial = False, None, None
         if not windows:

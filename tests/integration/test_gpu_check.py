@@ -7,8 +7,10 @@ import importlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,68 +29,137 @@ PACKAGE = ROOT / "scripts" / "gpu_check"
 def gpu_check():
     """The modules of the package."""
     sys.path.insert(0, str(PACKAGE.parent))
-    names = ("__main__", "checks", "openvla", "policies", "rows", "runs")
+    names = ("__main__", "checks", "openvla", "policies", "results", "rows", "runs")
     yield SimpleNamespace(**{name: importlib.import_module(f"gpu_check.{name}") for name in names})
     sys.path.remove(str(PACKAGE.parent))
 
 
-def run(output: Path, *words: str, scripts: Path = PACKAGE.parent) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "gpu_check", "--output", str(output), *words]
+def command(output: Path, *words: str, scripts: Path = PACKAGE.parent) -> dict:
+    """Arguments of ``subprocess`` for a call of the checks at tiny size."""
+    words = ("--device", "cpu", "--tiny", "--cache", str(output.parent / "cache"), "--output", str(output), *words)
     environment = os.environ | {"PYTHONPATH": f"{scripts}:{ROOT}"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
+    return {"args": [sys.executable, "-m", "gpu_check", *words], "env": environment, "text": True}
+
+
+def run(output: Path, *words: str, scripts: Path = PACKAGE.parent) -> subprocess.CompletedProcess:
+    return subprocess.run(**command(output, *words, scripts=scripts), capture_output=True, timeout=400)
 
 
 def test_the_checks_of_one_process_run_at_tiny_size(tmp_path):
-    page = tmp_path / "gpu_results.md"
-    done = run(page, "--device", "cpu", "--tiny", "--only", "G4", "G5")
+    done = run(tmp_path / "gpu_results.json", "--only", "G4 7B", "G5")
     assert done.returncode == 0, done.stdout + done.stderr
-    table, meaning = page.read_text().split("## What the rows mean")
+    table, meaning = (tmp_path / "gpu_results.md").read_text().split("## What the rows mean")
     rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines() if line.startswith("| G")]
     assert all(f"| {check} " in meaning for check in ("G4", "G5 times", "M5"))
-    assert {row[1] for row in rows} == {"G0", "G4", "G5"}, "G5 reads the model that G0 draws"
+    assert {row[1] for row in rows} == {"G0", "G4 7B", "G5"}, "G5 reads the model that G0 draws"
     assert "the losses are finite | True | True | yes" in table
     unmeasured = [row for row in rows if row[3].startswith("not measured: ")]
     assert {row[5] for row in unmeasured} == {""}, "a number that only a GPU has must not look measured"
     assert {"not measured: needs the full size on a GPU", "not measured: needs a GPU"} <= {row[3] for row in unmeasured}
-    assert "Not yet run on a GPU" in table and "tiny models" in " ".join(table.split())
+    assert "not a GPU, tiny models" in table
 
 
-FAULTS = """
-def missed(setting):
+PLANTED = """
+import time
+def missed(rows, setting):
     "Misses."
-    rows = Rows("G1")
     rows.at_most("a number", 2.0, 1.0)
-    return rows
-def crashed(setting):
+def crashed(rows, setting):
     "Crashes."
+    rows.state("a number before", 1)
     raise RuntimeError("planted")
-def hung(setting):
+def hung(rows, setting):
     "Hangs."
-    import time
     time.sleep(60)
-def fine(setting):
+def fine(rows, setting):
     "Holds."
-    rows = Rows("G4")
     rows.at_most("a number", 1.0, 1.0)
-    return rows
-from gpu_check.rows import Rows
-ONE_GPU = {"G1": Check(missed, 1, 60), "G2": Check(crashed, 1, 60), "G3": Check(hung, 1, 1), "G4": Check(fine, 1, 60)}
+def slow(rows, setting):
+    "Hangs the first time."
+    rows.state("first", 1)
+    if not (setting.folder.parent / "mark").exists():
+        (setting.folder.parent / "mark").touch()
+        time.sleep(600)
+    rows.state("second", 2)
 """
 
 
+def planted(folder: Path, **times: tuple[int, int]) -> Path:
+    """A copy of the package with the checks of ``PLANTED``, by their expected seconds and their limits."""
+    shutil.copytree(PACKAGE, folder / "gpu_check", ignore=shutil.ignore_patterns("__pycache__"))
+    table = ", ".join(f"'{name}': Check({name}, *{seconds})" for name, seconds in times.items())
+    with open(folder / "gpu_check" / "checks.py", "a") as file:
+        file.write(f"{PLANTED}\nONE_GPU = {{{table}}}\n")
+    shutil.copy(ROOT / "pyproject.toml", folder.parent)
+    return folder
+
+
+def states(output: Path) -> dict[str, tuple]:
+    """State and numbers of each check."""
+    (attempts,) = json.loads(output.read_text()).values()
+    return {name: (attempt["state"], [row["what"] for row in attempt["rows"]]) for name, attempt in attempts.items()}
+
+
 def test_a_missed_threshold_and_a_crash_and_a_hang_fail_with_a_table(tmp_path):
-    shutil.copytree(PACKAGE, tmp_path / "gpu_check", ignore=shutil.ignore_patterns("__pycache__"))
-    with open(tmp_path / "gpu_check" / "checks.py", "a") as file:
-        file.write(FAULTS)
-    page = tmp_path / "page.md"
-    done = run(page, "--device", "cpu", "--tiny", scripts=tmp_path)
-    assert done.returncode == 1
-    assert "planted" in done.stderr
+    scripts = planted(tmp_path / "scripts", missed=(1, 60), crashed=(1, 60), hung=(1, 1), fine=(1, 60))
+    output = tmp_path / "results.json"
+    done = run(output, scripts=scripts)
+    assert done.returncode == 1 and "planted" in done.stderr
     for row in (
-        "| G1 | a number | 2 | at most 1 | **no** |", "| G2 | Crashes. | ended with status 1 | a result | **no** |",
-        "| G3 | Hangs. | took longer than 4 s | a result | **no** |", "| G4 | a number | 1 | at most 1 | yes |",
+        "| missed | a number | 2 | at most 1 | **no** |", "| crashed | Crashes. | ended with status 1 | a result | **no** |",
+        "| hung | Hangs. | took longer than 4 s | a result | **no** |", "| fine | a number | 1 | at most 1 | yes |",
+        "| crashed | a number before | 1 |  |  |",
     ):  # fmt: skip
-        assert row in page.read_text()
+        assert row in (tmp_path / "results.md").read_text()
+    assert [state for state, _ in states(output).values()] == ["done", "failed", "failed", "done"]
+    again = run(output, scripts=scripts)
+    assert (again.returncode, again.stdout) == (0, ""), "done, or failed at this commit"
+
+
+def test_a_killed_relay_keeps_its_numbers_and_the_next_call_continues(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    scripts = planted(tmp_path / "scripts", missed=(900, 999), fine=(1, 99), slow=(1, 600))
+    output, end = tmp_path / "results.json", time.monotonic() + 300
+    process = subprocess.Popen(**command(output, "--minutes", "10", scripts=scripts))
+    while not (tmp_path / "mark").exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert states(output) == {"fine": ("done", ["a number"]), "slow": ("cut", ["first"])}
+    while Path(f"/proc/{child}/cmdline").exists() and Path(f"/proc/{child}/cmdline").read_bytes():
+        assert time.monotonic() < end, "the check ends with its relay"
+        time.sleep(0.1)
+    done = run(output, "--minutes", "10", scripts=scripts)
+    assert "fine" not in done.stdout, "a check that is done does not run again"
+    assert states(output)["slow"] == ("done", ["first", "second"])
+    assert "not run in this call: missed" in done.stdout, "900 s are expected"
+
+
+def test_a_check_is_chosen_by_the_time_that_is_left_and_cut_at_its_end(gpu_check, tmp_path, monkeypatch):
+    results, checks, run = gpu_check.results, gpu_check.checks.ONE_GPU, gpu_check.__main__
+    file = results.Results(tmp_path / "results.json", "here", "new")
+    arguments = SimpleNamespace(checks=checks, device="cpu", tiny=True, output=file.path, cache=tmp_path, results=file)
+    assert run.choose(["G1", "G5", "G2"], arguments, 109, True) == "G2", "80 s"
+    assert run.choose(["G1", "G5", "G2"], arguments, 110, True) == "G0", "which draws the model in 40 s, for G5 in 70 s"
+    assert run.choose(["G1", "G5", "G2"], arguments, 79, False) == "G5"
+    assert run.choose(["G1", "G5", "G2"], arguments, 69, False) is None
+    monkeypatch.setattr(sys, "argv", ["", "--device", "cpu", "--tiny"])
+    monkeypatch.setenv("PYTHONPATH", f"{PACKAGE.parent}:{ROOT}")
+    assert run.run_check("G5", arguments, 0.1).state == "cut"
+    assert results.seconds_needed(checks["G5"], file.write("G5", "cut", 100.0, [])) == 150, "more than was too short"
+    assert results.seconds_needed(checks["G5"], file.write("G5", "done", 100.0, [])) == pytest.approx(110)
+
+
+def test_the_order_is_first_the_lacking_then_those_that_failed_elsewhere(gpu_check):
+    states = {"done": ("done", "new"), "failed here": ("failed", "new"), "failed": ("failed", "old")}
+    states |= {"old": ("done", "old"), "cut": ("cut", "new")}
+    attempts = {name: gpu_check.results.Attempt(*state, "", 100.0, []) for name, state in states.items()}
+    checks = dict.fromkeys((*states, "none"), gpu_check.checks.Check(None, 50, 60))
+    checks["absent"] = gpu_check.checks.Check(None, 50, 60, package="no_such_package")
+    lacking = gpu_check.results.lacking
+    assert lacking(checks, attempts, "new", lambda commit: commit == "new") == ["old", "cut", "none", "failed"]
+    assert lacking(checks, attempts, "new", lambda commit: True) == ["cut", "none", "failed"]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +167,8 @@ def test_a_missed_threshold_and_a_crash_and_a_hang_fail_with_a_table(tmp_path):
     [
         (["--device", "cpu"], "--device cpu needs --tiny"),
         (["--device", "cpu", "--tiny", "--gpus", "9"], "--gpus 9: expected 2 to 8"),
-        (["--device", "cpu", "--tiny", "--only", "M1"], "--only M1: expected any of G0, G1"),
+        (["--device", "cpu", "--tiny", "--only", "M1"], "--only M1: expected any of G4 7B, G4 3B"),
+        (["--device", "cpu", "--tiny"], "--device cpu would add to the results of GPUs"),
         (["--device", "cuda", "--gpus", "2"], "torch sees 0 GPUs. Add --device cpu --tiny"),
     ],
 )
@@ -108,16 +180,22 @@ def test_what_cannot_run_is_refused(gpu_check, monkeypatch, capsys, words, error
     assert ended.value.code == 2 and error in capsys.readouterr().err
 
 
-def test_all_checks_together_take_at_most_25_minutes(gpu_check):
-    checks = gpu_check.checks
-    assert sum(check.limit_s for check in checks.ONE_GPU.values()) <= 30 * 60
-    for check in (*checks.ONE_GPU.values(), *checks.SEVERAL_GPUS.values()):
+def test_the_page_is_generated_from_the_results(gpu_check, tmp_path):
+    shutil.copy(ROOT / "docs" / "gpu_results.json", tmp_path)
+    file = gpu_check.results.Results(tmp_path / "gpu_results.json", "", "")
+    gpu_check.results.write_page(file, "What a GPU shows", gpu_check.checks.ONE_GPU)
+    page = (ROOT / "docs" / "gpu_results.md").read_text()
+    assert (tmp_path / "gpu_results.md").read_text() == page, "run bash scripts/gpu_check.sh --page"
+
+
+def test_a_check_may_take_longer_than_expected(gpu_check):
+    for check in (*gpu_check.checks.ONE_GPU.values(), *gpu_check.checks.SEVERAL_GPUS.values()):
         assert check.expected_s < check.limit_s and check.run.__doc__
 
 
 def test_every_configuration_of_full_size_is_valid_and_builds_without_weights(gpu_check, tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_engine, "require_vllm", lambda *_: None)
-    setting = gpu_check.rows.Setting("cuda", False, tmp_path, tmp_path / "openvla")
+    setting = gpu_check.rows.Setting("cuda", False, tmp_path, tmp_path)
     words = gpu_check.checks.words_of_runs(setting)
     random = gpu_check.openvla.configuration(words["G0"])
     model = policy_on_meta_device(random)

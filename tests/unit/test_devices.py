@@ -226,7 +226,7 @@ def test_training_all_weights_of_a_model_that_cannot_fit_is_refused_before_they_
 
     monkeypatch.setattr(hf_policy, "load_causal_lm", load)
     options, large = {"torch_dtype": "bfloat16"}, tiny_lm(hidden_size=512, intermediate_size=5000)
-    places = {"cuda:1": "the GPU has 0.001 GB", "auto": "the GPUs have 0.002 GB"}
+    places = {"cuda:1": "its GPUs have 0.001 GB", "auto": "its GPUs have 0.002 GB"}
     for device_map, there in places.items():
         with pytest.raises(ConfigError, match=rf"needs 0\.3\d* GB.*{re.escape(there)}.*Pass lora=\{{\}}"):
             hf_policy.HuggingFacePolicy(large, device_map=device_map, **options)

@@ -263,6 +263,7 @@ def test_an_engine_on_the_gpu_of_the_policy_takes_what_that_leaves(tmp_path, mon
         "num_key_value_heads": 2, "tie_word_embeddings": True,
     }  # fmt: skip
     Qwen2Config(**sizes).save_pretrained(tmp_path)
+    monkeypatch.setattr(planning, "update_text", lambda *_: "not of interest here")
     words = [f"policy.model_name_or_path={tmp_path}", "train.param_dtype=bfloat16", "mode=colocated"]
     config, plan = plan_of("mistral-7b-p-fsdp1-r-tp1-grpo", *words, "rollout.gpu_memory_utilization=null")
     assert plan.tp_size == 1 and not plan.workers

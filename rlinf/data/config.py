@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from rlinf.errors import ConfigError
+from rlinf.optim.schedule import DECAYS
 from rlinf.options import PathText, option, override_text
 
 GOOD, BAD = "good", "bad"
@@ -74,8 +75,9 @@ class SFTConfig:
     num_demonstrations: int = option(1200, "Number of scripted-expert episodes to clone.", minimum=1)
     expert: ExpertConfig = option(ExpertConfig(), "Settings of the scripted expert.")
     batch_size: int = option(64, "Samples per optimiser step across all ranks.", minimum=1)
-    learning_rate: float = option(5e-4, "Peak learning rate, constant after warm-up.", minimum=1e-12, maximum=1)
+    learning_rate: float = option(5e-4, "Peak learning rate.", minimum=1e-12, maximum=1)
     warmup_steps: int = option(50, "Number of linear warm-up steps.", minimum=0)
+    lr_decay: str = option("none", "Decay schedule over max_steps; none: constant.", choices=tuple(DECAYS))
     eval_every: int = option(0, "Optimiser steps between evaluations; 0: only at the end.", minimum=0)
     time_limit_s: float | None = option(
         None, "Minimum cloning time in seconds, even beyond max_steps; null: no minimum.", minimum=0

@@ -22,6 +22,7 @@ from rlinf.distributed.process_group import any_rank, broadcast_object, gather_o
 from rlinf.errors import ConfigError, UnreadableRowError
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.precision import evaluation_mode
+from rlinf.optim.schedule import learning_rate
 from rlinf.rollout.demonstrations import collect_demonstrations
 from rlinf.seeding import derive_seed
 from rlinf.training.action_trainer import ActionTrainer, TrainerContext
@@ -101,6 +102,7 @@ class CloningTrainer(ActionTrainer):
         self._waits.append(time.monotonic() - start)
         heartbeat()  # separate deadlines apply to the batch and the update
         noise = derive_seed(config.seed, "sft noise", step)
+        self.worker.train_step.decay = learning_rate(step, self.num_steps, decay=config.sft.lr_decay)
         results = self.worker.sft_update(observation, actions, config.sft.batch_size, step, noise)
         self.loop.state.policy_version += 1
         self._times.append(time.monotonic() - start)

@@ -44,8 +44,8 @@ class LinearFit(NamedTuple):
     row: float
 
     @classmethod
-    def through(cls, few: float, more: float, first: int = FEW, last: int = MORE) -> LinearFit:
-        """Return the fit through the bytes measured at two batch sizes."""
+    def through(cls, few: float, more: float, first: int, last: int) -> LinearFit:
+        """Return the fit through the bytes measured at the batch sizes ``first`` and ``last``."""
         row = (more - few) / (last - first)
         return cls(few - first * row, row)
 
@@ -85,12 +85,12 @@ def measure_passes(
         phases: ``rl`` (acting, scoring, updates), ``sft`` (cloning updates), ``actor`` (proposals of a frozen policy).
     """
     few, more = (_measure(model, observe(rows), rows, precision, phases) for rows in (FEW, MORE))
-    acts, scores = (LinearFit.through(few.peaks[name], more.peaks[name]) for name in ("acts", "scores"))
+    acts, scores = (LinearFit.through(few.peaks[name], more.peaks[name], FEW, MORE) for name in ("acts", "scores"))
     # If a run clones before RL, only the update that needs more memory matters.
     kind = max(more.updates, key=more.updates.get, default=None)
     if kind is None:
         return PassMemory(acts, scores, *[LinearFit(0.0, 0.0)] * 2)
-    updates = LinearFit.through(few.updates[kind], more.updates[kind])
+    updates = LinearFit.through(few.updates[kind], more.updates[kind], FEW, MORE)
     if not (layers := find_layers(model)):
         return PassMemory(acts, scores, updates, updates)
     set_training_options(model, recomputed=True, compiled=False)
@@ -101,7 +101,11 @@ def measure_passes(
     for layer in layers:
         del layer.forward  # remove the instance's recomputing wrapper, so that the class's method applies again
     return PassMemory(
-        acts, scores, updates, LinearFit.through(*less), tuple(max(0.0, size / MORE) for size in more.saved[kind])
+        acts,
+        scores,
+        updates,
+        LinearFit.through(*less, FEW, MORE),
+        tuple(max(0.0, size / MORE) for size in more.saved[kind]),
     )
 
 

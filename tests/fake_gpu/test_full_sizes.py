@@ -24,7 +24,7 @@ from rlinf.models.config import LoraConfig
 from rlinf.models.lora import apply_lora
 from rlinf.preflight.memory import policy_on_meta_device
 from rlinf.recipes.load import load_recipe, recipe_names
-from rlinf.recipes.plan import make_plan
+from rlinf.recipes.plan import make_plan, rows_per_pass
 
 BILLIONS = {"openvla": 7.6, "openvla_oft": 7.6, "pi0": 3.5}
 """Parameters of the public model of a family."""
@@ -113,7 +113,7 @@ def test_a_recipe_builds_at_its_full_size(name, tmp_path):
     config, _ = load_recipe(name, [f"policy.model_name_or_path={tmp_path}"])
     plan = make_plan(config)
     rows = config.batch_size // plan.policy_gpus
-    assert rows % min(rows, config.train.train_policy.mini_batch) == 0
+    assert rows % min(rows, rows_per_pass(config, has_gpu=False)) == 0
     model = model_shapes(tmp_path, dtype=torch.bfloat16)
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.03)
     if config.policy.lora is not None:

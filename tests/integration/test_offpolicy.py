@@ -205,7 +205,7 @@ def test_features_of_a_token_need_one_that_cloning_has_trained(tmp_path):
     with pytest.raises(ConfigError, match="MLPFor.* no hidden states of images and prompt.*Set model.features=hidden"):
         config_of(tmp_path, "model.features=token")
     token = ["model=openvla_tiny", "model.features=token", "env.cameras=null"]
-    with pytest.raises(ConfigError, match="random weights has no trained readout token"):
+    with pytest.raises(ConfigError, match="random weights has not been trained for it"):
         config_of(tmp_path, *token)
     config_of(tmp_path, *token, "sft.max_steps=1", "sft.num_demonstrations=4", "sft.batch_size=8")
     save_file({"value_head.weight": torch.zeros(1)}, tmp_path / "model.safetensors")

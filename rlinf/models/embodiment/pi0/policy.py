@@ -245,23 +245,22 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
     def sft_loss(self, inputs: Inputs, actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
         """Return the flow-matching loss: the velocity's mean squared error at a random time (Black et al. 2024, section IV).
 
-        The first ``horizon`` of ``actions [B, sft_chunk_len, D]`` are padded with zeros to ``config.action_dim``; the loss includes the padding. ``uniforms
-        [B, num_sft_uniforms]`` are used for the noise and, in the last column, the time.
+        The first ``horizon`` of ``actions [B, sft_chunk_len, D]`` are padded with zeros to ``config.action_dim``; the loss
+        includes the padding. ``uniforms [B, num_sft_uniforms]`` are used for the noise and, in the last column, the time.
         """
-        motion = self._motion(actions)
-        actions = self.action_normalizer.normalize(actions[:, : self.config.action_horizon])
-        actions = to_device(actions.float(), self.device)
-        actions = nn.functional.pad(actions, (0, self.config.action_dim - actions.shape[-1]))
+        chunk = self.action_normalizer.normalize(actions[:, : self.config.action_horizon])
+        chunk = to_device(chunk.float(), self.device)
+        chunk = nn.functional.pad(chunk, (0, self.config.action_dim - chunk.shape[-1]))
         if uniforms is None:
-            uniforms = draw_uniforms(len(actions), self.num_sft_uniforms)
+            uniforms = draw_uniforms(len(chunk), self.num_sft_uniforms)
         uniforms = to_device(uniforms, self.device)
-        noise = standard_normal(uniforms[:, :-1]).view_as(actions)
+        noise = standard_normal(uniforms[:, :-1]).view_as(chunk)
         prefix = self.encode_prefix(**inputs)
-        losses = self.flow_loss(inputs, actions, noise, training_times(uniforms[:, -1]), prefix).mean((1, 2))
+        losses = self.flow_loss(inputs, chunk, noise, training_times(uniforms[:, -1]), prefix).mean((1, 2))
         if self.readout_token is None:
             return losses
         return losses + self.readout_token.loss(
-            self.language_model.norm(prefix.states), prefix.mask, motion, inputs.get("state")
+            self.language_model.norm(prefix.states), prefix.mask, self._motion(actions), inputs.get("state")
         )
 
     def flow_loss(

@@ -44,10 +44,10 @@ MOST_VAGUE_NAMES = 1
 
 # The allowance of baselines, the fresh evaluation, the table over seeds and the harder quickstart is included: 1,000 lines of rlinf/.
 # So are teleoperation from a browser (386 lines of rlinf/, 443 of tests/, 365 words of docs/), memory plans and the relay of GPU checks
-# (151, 171), and what LIBERO needs to learn (90, 47, 340 words and one option).
+# (151, 171), and what LIBERO needs to learn (90, 48, 340 words and one option).
 SIZES = {
     "lines of rlinf/": 68_837,
-    "lines of tests/": 66_966,
+    "lines of tests/": 66_967,
     "lines of functions that check": 3_836,
     "uses of Any": 1_437,
     "calls of import_string": 9,

@@ -111,6 +111,7 @@ class Recording:
         self.dataset, self.read, self.given, self.unreadable = dataset, [], [], dataset.unreadable
         self.actions, self.state = dataset.actions, dataset.state
         self.model = SimpleNamespace(sft_chunk_len=1, action_range=None, state_range=None)
+        self.train_step = SimpleNamespace()
 
     def __len__(self):
         return len(self.dataset)

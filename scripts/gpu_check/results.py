@@ -118,7 +118,7 @@ def lacking(
 
 def seconds_needed(check: Check, attempt: Attempt | None) -> float:
     """Return the seconds that a check is expected to take: by estimate, as measured, or more than was too short."""
-    if attempt is not None and attempt.state == DONE:
+    if attempt is not None and attempt.state == DONE and attempt.seconds:  # 0: it was not recorded
         return 1.1 * attempt.seconds
     return max(check.expected_s, 1.5 * attempt.seconds if attempt is not None and attempt.state == CUT else 0.0)
 

@@ -195,10 +195,10 @@ def test_the_learning_rates_decay_over_the_iterations(tmp_path):
     run = build(config_of(tmp_path, *cloning, "trainer.lr_decay=linear", "trainer.learning_rate=1e-2"))
     run.execute()
     lines = untimed_metrics(tmp_path)
-    cloned = [line["sft/learning_rate"] for line in lines if "sft/learning_rate" in line]
-    assert cloned == pytest.approx([1e-3, 0.25e-3]), "the first and the last of four steps"
-    found = [line["train/learning_rate"] for line in lines if "train/learning_rate" in line]
-    assert found == pytest.approx([1e-2, 0.75e-2, 0.5e-2, 0.25e-2])
+    cloning_rates = [line["sft/learning_rate"] for line in lines if "sft/learning_rate" in line]
+    assert cloning_rates == pytest.approx([1e-3, 0.25e-3]), "the first and the last of four steps"
+    rates = [line["train/learning_rate"] for line in lines if "train/learning_rate" in line]
+    assert rates == pytest.approx([1e-2, 0.75e-2, 0.5e-2, 0.25e-2])
     assert run.parts.worker.optimizer.param_groups[-1]["lr"] == pytest.approx(0.25e-3), "the value head"
 
 

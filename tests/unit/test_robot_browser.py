@@ -203,9 +203,9 @@ def test_the_operator_takes_over_in_the_command(tmp_path, monkeypatch):
 
     monkeypatch.setattr(evaluation, "TeleoperationPage", Driven)
     words = [*WORDS, "env.max_episode_steps=40", "evaluation.num_episodes=1"]
-    found = robot(run_config(tmp_path, *words), RobotConfig(teleoperator="browser", page_port=0, fps=20))
+    outcome = robot(run_config(tmp_path, *words), RobotConfig(teleoperator="browser", page_port=0, fps=20))
     timing = json.loads((tmp_path / "timing.json").read_text())
-    assert len(found.results) == 1 and timing["teleop_lost_steps"] >= 2 and timing["intervention_steps"] >= 3
+    assert len(outcome.results) == 1 and timing["teleop_lost_steps"] >= 2 and timing["intervention_steps"] >= 3
     assert timing["teleop_lost_steps"] + timing["intervention_steps"] < timing["steps"]
 
 

@@ -6,6 +6,7 @@ Tasks run as in the published evaluations of vision-language-action models.
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 import threading
 from collections import OrderedDict
@@ -40,8 +41,8 @@ DRAWN_OFFSET = 1000
 EVAL_SEED, TRAIN_SEED = 0, 1
 """Seeds of the splits. The evaluation scripts of OpenVLA and OpenVLA-OFT seed each task's env with 0."""
 THROWN_M, MAX_DRAWS = 0.05, 20
-"""An initial state is drawn again if an object moves farther than this (horizontally) while settling: some draws let objects
-overlap, which throws them up to 30 cm. No recorded state has been thrown."""
+"""A state is drawn again if an object moves farther while settling: in the first task of LIBERO-Spatial, draws let objects
+overlap, which throws them up to 30 cm; its recorded states do not."""
 SETTLING_ACTION = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])
 STATE_LOW = np.array([-0.6, -0.5, 0.0, -4.0, -4.0, -4.0, 0.0, -0.04])
 STATE_HIGH = np.array([0.3, 0.5, 1.6, 4.0, 4.0, 4.0, 0.04, 0.0])
@@ -284,6 +285,7 @@ class LiberoSimulator(Simulator):
                 after = scene.poses(self._state)
                 if max(np.hypot(*np.subtract(after[key][:2], before[key][:2])) for key in before) < THROWN_M:
                     return
+            logging.getLogger("rlinf").warning("Objects of %s moved in all %d draws; the last is used", task, MAX_DRAWS)
 
     def _settle(self) -> None:
         self._draw_noise()  # for the image of the public code's reset

@@ -10,15 +10,13 @@ from torch import Tensor, nn
 from rlinf.models.precision import without_autocast
 
 TOKEN_WIDTH = 256
-KEYFRAME_SCALE = 0.25
+KEYFRAME_SCALE = 0.25  # sums of tens of actions would outweigh the cloning loss
 NAME, READOUT_FILE = "readout_token", "readout_token.safetensors"
 """Attribute name in policies, prefix of the weight names, and name of a separate file if a policy's own cannot store them."""
 
 
 class ReadoutToken(nn.Module):
-    """Encode the states of images and prompt into one token, from which a decoder reconstructs each of them.
-
-    This is stage 1 of RLT (2604.23073).
+    """Encode the states of images and prompt into one token, from which a decoder reconstructs each of them (RLT, 2604.23073).
 
     The encoder is a small transformer over the states and a learned token. The decoder reads the token and a position.
     (RLT's decoder also reads earlier states, from which the next state is easy to guess without the token.)

@@ -115,7 +115,7 @@ class BrowserTeleoperator:
     is_calibrated = True
 
     def __init__(
-        self, page: TeleoperationPage, robot: WatchedRobot, is_relative: np.ndarray, low: np.ndarray, high: np.ndarray,
+        self, page: TeleoperationPage, robot: WatchedRobot, is_relative: Sequence[bool], low: np.ndarray, high: np.ndarray,
         max_step: float | None,
     ) -> None:  # fmt: skip
         self.page, self.robot, self.is_relative, self.low, self.high = page, robot, is_relative, low, high

@@ -3,8 +3,6 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from rlinf.options import PathText, option
 
 HOST_ABOUT = "Address on which the page is served; 0.0.0.0: reachable from other machines."
@@ -84,10 +82,9 @@ class RobotConfig:
         """Actions per second."""
         return 20.0 if self.fps is None else self.fps
 
-    def is_relative(self, action_dim: int) -> np.ndarray:
-        """Return which action dimensions are displacements, bool ``[D]``."""
-        dims = np.arange(action_dim)
-        return np.isin(dims, dims if self.relative_dims is None else self.relative_dims)
+    def is_relative(self, action_dim: int) -> list[bool]:
+        """Return for every action dimension whether it is a displacement."""
+        return [self.relative_dims is None or dim in self.relative_dims for dim in range(action_dim)]
 
     def conditions(self) -> dict[str, Any]:
         """Return the settings that must not change when an evaluation is resumed: all except the page's address."""

@@ -152,7 +152,7 @@ class RobotEpisodes:
             )
         self.policy, self.robot, self.cameras, self.settings = policy, robot, list(spec.cameras), settings
         self.context = context
-        self.is_relative = settings.is_relative(action_dim)
+        self.is_relative = np.array(settings.is_relative(action_dim))
         self.take_over = TakeOver(teleoperator, robot, self.is_relative, settings.handover_max_step)
         self.recorder = recorder
         self.timing = Timing()

@@ -82,6 +82,13 @@ CORE_COMMANDS = {
         keys="rlinf.cli.run:ExportConfig",
         has_config=False,
     ),
+    "distil": Command(
+        "rlinf.cli.run:distil",
+        "a base policy and its actor as one ordinary policy, with paired results",
+        "checkpoint=<folder> output=<new folder> [key=value ...]",
+        examples=("rlinf distil checkpoint=outputs/quickstart_residual/latest output=distilled",),
+        keys="rlinf.cli.run:DistilConfig",
+    ),
     "doctor": Command(
         "rlinf.cli.doctor:doctor",
         "what works on this machine, and the memory that an experiment needs",

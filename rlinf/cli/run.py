@@ -173,6 +173,35 @@ def export(arguments: Sequence[str]) -> int:
     return 0
 
 
+@dataclass
+class DistilConfig:
+    """Destination of `rlinf distil`."""
+
+    output: PathText | None = option(None, "New folder with the distilled policy, its episodes and evaluations.")
+
+
+def distil(arguments: Sequence[str]) -> int:
+    """Clone the successes of a base policy with an actor into the base policy, and write it as a folder without an actor.
+
+    ``output`` contains the policy (``policy``), the episodes, the cloning run, and evaluations of the base, improved and distilled
+    policy on the same episodes. Keys override the checkpoint's configuration: ``collect.num_episodes``, ``sft.max_steps``,
+    ``evaluation.num_episodes``. The same command continues an interrupted distillation.
+    """
+    arguments = with_checkpoint(arguments)
+    check_checkpoint(arguments)
+    args, settings = own_settings(arguments, DistilConfig)
+    usage = " output=<new folder>"
+    require_policy(arguments, "distil", ["checkpoint"], usage)
+    if settings.output is None:
+        raise ConfigError(f"`rlinf distil` needs output=<folder>. Run rlinf distil checkpoint=<folder>{usage}")
+    config = configure(args, "evaluate")
+    if config is not None:
+        from rlinf.commands import distil as command
+
+        command.distil(config, Path(settings.output).expanduser())
+    return 0
+
+
 def _split(arguments: Sequence[str]) -> tuple[dict, list[str]]:
     """Split arguments into the values of the export's own keys and the overrides of the configuration."""
     settings, overrides = {}, []

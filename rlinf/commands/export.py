@@ -56,17 +56,23 @@ def export(
     check_adapters(checkpoint, Manifest.load(checkpoint), merge_lora)
     opened = open_checkpoint(checkpoint, config)
     model, manifest = opened.policy.eval(), opened.manifest
-    observation = random_observation(config, model)
     if merge_lora:
         from rlinf.models.lora import merge_lora as merge
 
-        model = merge(model, model.preprocess(observation)).eval()
+        model = merge(model, model.preprocess(random_observation(config, model))).eval()
         config = replace(config, model=replace(config.model, is_lora=False, lora_path=None))
         manifest = replace(manifest, lora={"state": "merged"})
     elif is_adapter(model) and config.model.model_path is None:
         raise CheckpointError(
             f"The adapters of {checkpoint} belong to random base weights, which are stored nowhere else. Set merge_lora=true"
         )
+    write_export(config, model, manifest, output)
+    return output
+
+
+def write_export(config: RunConfig, model: ActionModel, manifest: Manifest, output: Path) -> None:
+    """Write the files of an export and check that the folder loads; raise CheckpointError if this fails."""
+    observation = random_observation(config, model)
     partial = output.with_name(f".{output.name}.tmp")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -85,7 +91,6 @@ def export(
         raise CheckpointError(f"Cannot write {output}: {error}. Check space and permissions, or set output") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return output
 
 
 def _with_code_of_model(config: RunConfig, folder: Path, model: ActionModel) -> RunConfig:

@@ -61,6 +61,7 @@ class ActionModel(Module, metaclass=ABCMeta):
         other_statistics: Overrides to suggest if the statistics do not fit an env or a dataset.
         manifest: Training conditions of a remote policy, or None if unknown.
         without_state: Overrides that select a model without state input.
+        training_options: Entries of ``model.override_config`` that make the weights of a policy that only acts trainable.
         vllm_adapter: Class that runs the model in vLLM (see ``OpenVLAVllmAdapter``); None if unsupported.
     """
 
@@ -74,6 +75,7 @@ class ActionModel(Module, metaclass=ABCMeta):
     fills_calls: ClassVar[bool] = True
     vllm_adapter: ClassVar[type | None] = None
     without_state: ClassVar[str] = "model=openvla_tiny"
+    training_options: ClassVar[dict[str, Any]] = {}
     other_statistics: ClassVar[str] = "model.unnorm_key={} 'model.override_config.norm_stats={{}}'"
     num_observations: int = 1
     manifest: Any = None

@@ -49,6 +49,7 @@ class LerobotPolicy(ActionModel, nn.Module):
     has_logprobs: ClassVar[bool] = False
     float32_modules: ClassVar[tuple[str, ...]] = ()
     detach_value = True
+    training_options: ClassVar[dict[str, Any]] = {"trained": True}
     other_statistics: ClassVar[str] = "model.override_config.action_scale or state_scale=<policy units per env unit>"
 
     @classmethod

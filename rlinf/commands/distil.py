@@ -1,0 +1,158 @@
+"""Distils a base policy and its actor into one ordinary policy (PLD, Xiao et al. 2025)."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from rlinf.checkpoints.folders import has_checkpoints, read_saved_config, resolve_checkpoint
+from rlinf.commands.collect import collect
+from rlinf.commands.evaluate import evaluate
+from rlinf.commands.export import export, write_export
+from rlinf.commands.open_checkpoint import open_checkpoint
+from rlinf.commands.train import sft
+from rlinf.config.schema import RunConfig
+from rlinf.data.lerobot_dataset import OWN_FILE
+from rlinf.errors import ConfigError
+from rlinf.evaluation.compare import METHOD, compare
+from rlinf.evaluation.partial import partial_files
+from rlinf.evaluation.result import EvaluationResult, Success
+from rlinf.files import Json, locked_folder, write_text
+from rlinf.models.embodiment.actor_policy import ActorPolicy
+from rlinf.number_formats import format_interval, format_p_value, format_points
+from rlinf.options import to_mapping
+from rlinf.preflight.conditions import build_manifest
+from rlinf.preflight.saved import changes_since
+from rlinf.preflight.validation import validate
+from rlinf.report.compare_folders import evaluation_folder
+from rlinf.run_folder import CONFIG_FILE, RESULT_FILE, SUMMARY_FILE
+
+BASE, EPISODES, RUN, POLICY, EVALUATIONS = "base", "episodes", "run", "policy", "evaluations"
+"""Folders in the output."""
+DISTIL_FILE = "distil.json"
+IMPROVED, DISTILLED = "improved", "distilled"
+
+
+def distil(config: RunConfig, output: Path) -> Path:
+    """Clone the successes of ``config.checkpoint``, a base policy with an actor, into the base policy; return the new policy's folder.
+
+    Rolls out base and actor for ``collect.num_episodes`` episodes, fine-tunes the base policy on the successful ones with its
+    own loss (``sft``), and evaluates the base policy, the improved one (with the actor) and the distilled one on the same
+    episodes. ``output/policy`` is an export with these results in its ``README.md``; ``output/distil.json`` also contains them.
+    The same call continues an interrupted distillation.
+
+    Raise ConfigError if the checkpoint has no actor, no episode succeeded, or ``output`` was begun with different settings; and
+    the errors of the commands ``collect``, ``sft``, ``export`` and ``evaluate``.
+    """
+    opened = open_checkpoint(str(config.checkpoint), config)
+    if not isinstance(opened.policy, ActorPolicy):
+        raise ConfigError(
+            f"checkpoint={config.checkpoint} is a policy without an actor; expected a base policy and an actor. "
+            "Set checkpoint=<a run with algorithm=sac or td3>"
+        )
+    if config.sft.max_steps == 0:
+        raise ConfigError("sft.max_steps=0; expected at least one step of fine-tuning. Set sft.max_steps=500")
+    cloning = _cloning(config, output, opened.policy)
+    with locked_folder(output):
+        _check_settings(config, output)
+        if not (output / BASE).exists():
+            base, saved = opened.policy.base.eval(), opened.manifest
+            manifest = replace(build_manifest(config, base, policy_version=0), probe=saved.probe, fps=saved.fps)
+            write_export(config, base, manifest, output / BASE)
+        del opened
+        if not _is_whole(output / EPISODES):
+            shutil.rmtree(output / EPISODES, ignore_errors=True)  # of an interrupted call
+            collecting = replace(config, dataset=str(output / EPISODES))
+            validate(collecting, "collect")
+            collect(collecting)
+        if not (output / RUN / SUMMARY_FILE).is_file():
+            validate(cloning, "sft")
+            resumed = {"resume": str(output / RUN), "init_from": None} if has_checkpoints(output / RUN) else {}
+            sft(replace(cloning, **resumed))
+        if not (output / POLICY).exists():
+            export(output / RUN, output / POLICY)
+        results = {
+            BASE: _evaluate(config, output / BASE, output / EVALUATIONS / BASE),
+            IMPROVED: _evaluate(config, resolve_checkpoint(str(config.checkpoint)), output / EVALUATIONS / IMPROVED),
+            DISTILLED: EvaluationResult.from_json(evaluation_folder(output / RUN) / RESULT_FILE),
+        }
+        report = _report(results, output / EPISODES)
+        write_text(output / DISTIL_FILE, json.dumps(report, indent=1))
+        write_text(output / POLICY / "README.md", f"# A distilled policy\n\n{_table(report)}\n")
+    print(f"{_table(report)}\npolicy: {output / POLICY}", flush=True)
+    return output / POLICY
+
+
+def _cloning(config: RunConfig, output: Path, policy: ActorPolicy) -> RunConfig:
+    """Return the configuration that fine-tunes the base policy on the successful episodes."""
+    override_config = {**config.model.override_config, **policy.base.training_options}
+    return replace(
+        config,
+        checkpoint=None,
+        init_from=str(output / BASE),
+        output_dir=str(output / RUN),
+        model=replace(config.model, override_config=override_config),
+        sft=replace(config.sft, dataset=str(output / EPISODES), filter="successes"),
+        trainer=replace(config.trainer, max_steps=0),
+    )
+
+
+def _check_settings(config: RunConfig, output: Path) -> None:
+    """Store the configuration in ``output``; raise ConfigError if a different one is stored there."""
+    if not (output / CONFIG_FILE).exists():
+        write_text(output / CONFIG_FILE, yaml.safe_dump(to_mapping(config), sort_keys=False))
+    elif changes := changes_since(read_saved_config(output), config):
+        raise ConfigError(
+            f"output={output} was begun with different settings ({', '.join(changes)}); expected equal ones. Set output=<a new folder>"
+        )
+
+
+def _is_whole(episodes: Path) -> bool:
+    """Return whether all episodes were run."""
+    about = episodes / "meta" / OWN_FILE
+    return about.is_file() and json.loads(about.read_text(encoding="utf-8"))["whole"]
+
+
+def _evaluate(config: RunConfig, checkpoint: Path, output: Path) -> EvaluationResult:
+    """Evaluate a policy, unless that is done."""
+    if (output / RESULT_FILE).is_file() and not partial_files(output):
+        return EvaluationResult.from_json(output / RESULT_FILE)
+    return evaluate(replace(config, checkpoint=str(checkpoint), output_dir=str(output)))
+
+
+def _report(results: dict[str, EvaluationResult], episodes: Path) -> Json:
+    """Return the content of ``distil.json``."""
+    about = json.loads((episodes / "meta" / OWN_FILE).read_text(encoding="utf-8"))
+    outcomes = [bool(episode["success"]) for episode in about["episodes"]]
+    pairs = {name: compare(results[BASE], results[name]).total for name in (IMPROVED, DISTILLED)}
+    gain = pairs[IMPROVED].difference
+    return {
+        "cloned": Success(sum(outcomes), len(outcomes)).as_dict(),
+        "success": {name: result.total.as_dict() for name, result in results.items()},
+        "over_base": {name: value.as_dict() for name, value in pairs.items()},
+        "over_improved": compare(results[IMPROVED], results[DISTILLED]).total.as_dict(),
+        "retained": pairs[DISTILLED].difference / gain if gain > 0 else None,
+        "method": METHOD,
+    }
+
+
+def _table(report: Json) -> str:
+    """Return the report as a Markdown table."""
+    lines = ["| policy | success (95 %) | over the base policy (95 %) |", "|---|---|---|"]
+    for name, values in report["success"].items():
+        change = ""
+        if over := report["over_base"].get(name):
+            interval = format_points(*over["interval"])
+            change = f"{format_points(over['difference'])} ({interval}), {format_p_value(over['p_value'])}"
+        lines.append(f"| {name} | {_success(values)} | {change} |")
+    lines += ["", f"Successful episodes, which were cloned: {_success(report['cloned'])}."]
+    if (retained := report["retained"]) is not None:
+        lines.append(f"Retained fraction of the improvement: {retained:.0%}.")
+    return "\n".join([*lines, f"{report['method']}."])
+
+
+def _success(values: Json) -> str:
+    success = Success.from_dict(values)
+    return f"{success.count} ({format_interval(*success.interval, ' - ')})"

@@ -5,7 +5,7 @@ SEED``, all methods start from this seed's BC policy. This is cheaper, but inter
 
 There are three gaps: ``quickstart``, ``quickstart_table`` and ``quickstart_camera``. PPO and GRPO train the full policy. ``filtered``, ``hg_dagger`` and ``recap``
 clone a folder of the BC policy's episodes with corrections by the scripted expert; ``rlpd`` is ``residual`` with this folder. The
-remaining methods freeze the policy and train an actor. The baselines without a learned residual are the BC policy itself, the BC policy
+remaining methods freeze the policy and train an actor; ``distilled`` then clones the successes of ``residual`` into the BC policy. The baselines without a learned residual are the BC policy itself, the BC policy
 with uniform action noise, the best constant offsets from a grid, overall and per instruction (chosen on training episodes), and the best
 of eight chunks by learned critics.
 
@@ -42,10 +42,12 @@ import matplotlib.pyplot as plt
 
 import rlinf
 from rlinf.checkpoints.folders import read_saved_config, resolve_checkpoint
+from rlinf.commands.collect import collect
 from rlinf.commands.train import train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.data.formats import describe_dataset
+from rlinf.data.lerobot_dataset import OWN_FILE
 from rlinf.errors import ConfigError
 from rlinf.evaluation.baselines import NUM_TRAINING, Constants, noisy, plane_offsets
 from rlinf.evaluation.evaluator import episode_list, evaluate_policy
@@ -66,6 +68,7 @@ NOISES, NOISE_SEEDS = (0.5, 1.0), range(5)
 TICKS = (0, 2_000, 8_000, 24_000, 60_000)  # env steps in the image
 PASSES_OF_TRAINING = 2  # of an observation of PPO and GRPO: to act, and for one epoch; the rollout scores it
 EPISODES, NUM_PLAYED, CLONING_STEPS = "{episodes}", 60, 300  # the folder of episodes, in the overrides of a method
+IMPROVED, NUM_IMPROVED, DISTIL_STEPS = "{improved}", 300, 800  # the folder of the residual actor's episodes
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,11 @@ class Method:
     def learns_from_episodes(self) -> bool:
         return any(EPISODES in each for each in self.overrides)
 
+    @property
+    def learns_from_actor(self) -> bool:
+        """Whether it clones the episodes of the residual actor with the same seed."""
+        return f"sft.dataset={IMPROVED}" in self.overrides
+
 
 def _actor(algorithm: str, name: str, *more: str) -> Method:
     common = (f"algorithm={algorithm}", f"algorithm.actor.name={name}", "model.features=pooled")
@@ -104,8 +112,8 @@ def _actor(algorithm: str, name: str, *more: str) -> Method:
     )
 
 
-def _cloned(*rows: str) -> Method:
-    own = (f"sft.max_steps={CLONING_STEPS}", "sft.learning_rate=3e-4", "sft.warmup_steps=10", f"sft.dataset={EPISODES}")
+def _cloned(*rows: str, dataset: str = EPISODES, steps: int = CLONING_STEPS) -> Method:
+    own = (f"sft.max_steps={steps}", "sft.learning_rate=3e-4", "sft.warmup_steps=10", f"sft.dataset={dataset}")
     return Method((*own, "trainer.max_steps=0", "env.reward_mode=sparse", *rows), 1, 1)
 
 
@@ -127,6 +135,7 @@ METHODS = {
     "filtered": _cloned("sft.filter=successes"),
     "hg_dagger": _cloned("sft.filter=corrected"),
     "recap": _cloned("sft.advantage_top_fraction=0.2", "model.features=pooled"),
+    "distilled": _cloned("sft.filter=successes", dataset=IMPROVED, steps=DISTIL_STEPS),
     "rlpd": _actor("sac", "residual", f"algorithm.offline_dataset={EPISODES}", "algorithm.offline_ratio=0.5"),
 }
 
@@ -239,6 +248,21 @@ def play(folder: Path, gap: str, seed: int, overrides: Sequence[str]) -> Path:
     return output / "dataset"
 
 
+def improve(actor: Path, gap: str, seed: int, overrides: Sequence[str]) -> Path:
+    """Collect successful episodes of the policy with the actor in ``actor`` unless this has been done; return the dataset."""
+    dataset = improved_folder(actor)
+    if not dataset.exists():
+        rows = [f"checkpoint={actor}", f"dataset={dataset}", f"collect.num_episodes={NUM_IMPROVED}", "collect.num_envs=32"]
+        config = compose([f"experiment={gap}", f"seed={seed}", *METHODS["residual"].overrides, *overrides, *rows])
+        validate(config, "collect")
+        collect(config)
+    return dataset
+
+
+def improved_folder(actor: Path) -> Path:
+    return actor.with_name(f"episodes_of_{actor.name}")
+
+
 def group_folder(folder: Path, gap: str, one_clone: int | None) -> Path:
     """Return the folder for a gap's runs that start from each seed's BC policy, or all from one."""
     return folder / gap / (OWN_CLONES if one_clone is None else f"{ONE_CLONE}{one_clone}")
@@ -252,6 +276,10 @@ def race(
     source, own = clone(folder, gap, clone_seed, overrides), kind.overrides
     if kind.learns_from_episodes:
         own = [each.replace(EPISODES, str(play(folder, gap, clone_seed, overrides))) for each in own]
+    if kind.learns_from_actor:
+        race(folder, gap, "residual", seed, overrides, one_clone)
+        actor = group_folder(folder, gap, one_clone) / f"residual_seed{seed}"
+        own = [each.replace(IMPROVED, str(improve(actor, gap, seed, overrides))) for each in own]
     steps = GAPS[gap].policy_steps if method in ("ppo", "grpo") else GAPS[gap].head_steps
     run(
         group_folder(folder, gap, one_clone) / f"{method}_seed{seed}",
@@ -363,6 +391,17 @@ def runs_of(group: Path) -> dict[str, dict[int, list[Point]]]:
                     points = [
                         replace(each, env_steps=each.env_steps + played, passes=each.passes + played) for each in points
                     ]
+                if kind.learns_from_actor:
+                    actor = group / f"residual_seed{seed}"
+                    about = json.loads((improved_folder(actor) / "meta" / OWN_FILE).read_text())
+                    last, rolled_out = curve(actor)[-1], sum(each["num_env_steps"] for each in about["episodes"])
+                    points = [
+                        replace(
+                            each, env_steps=last.env_steps + rolled_out, cpu_s=each.cpu_s + last.cpu_s,
+                            passes=each.passes + last.passes + rolled_out,
+                        )
+                        for each in points
+                    ]  # fmt: skip
                 found.setdefault(method, {})[seed] = points
     return found
 

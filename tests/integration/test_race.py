@@ -150,6 +150,30 @@ def test_methods_that_learn_from_episodes_get_those_of_the_clone_and_pay_for_the
     assert found["recap"][4] == [race.Point(456, 35, 50, 8.0, 456 + 200 * 64)]
 
 
+def test_the_distilled_policy_clones_the_actor_s_episodes_and_pays_for_them(tmp_path, monkeypatch):
+    trained, group = [], tmp_path / "quickstart" / race.OWN_CLONES
+
+    def collect(config):
+        assert (config.checkpoint, config.collect.num_episodes) == (str(group / "residual_seed4"), race.NUM_IMPROVED)
+        (Path(config.dataset) / "meta").mkdir(parents=True)
+        episodes = [{"num_env_steps": 7, "success": True}, {"num_env_steps": 16, "success": False}]
+        (Path(config.dataset) / "meta" / "rlinf.json").write_text(json.dumps({"episodes": episodes}))
+
+    monkeypatch.setattr(race, "make_config", lambda folder, overrides: overrides)
+    monkeypatch.setattr(race, "train", trained.append)
+    monkeypatch.setattr(race, "validate", lambda *_: None)
+    monkeypatch.setattr(race, "collect", collect)
+    race.race(tmp_path, "quickstart", "distilled", 4, [])
+    assert f"sft.dataset={group / 'episodes_of_residual_seed4'}" in trained[-1]
+    assert not any("{" in word for words in trained for word in words)
+    write_run(group / "residual_seed4", [0.3, 0.9])
+    done = {"phase": "sft", "step": 200, "time_s": 9.0, "time/total_s": 8.0, "eval/success_rate": 0.7}
+    (group / "distilled_seed4").mkdir()
+    (group / "distilled_seed4" / "metrics.jsonl").write_text(json.dumps(done | {"eval/successes": 35, "eval/episodes": 50}) + "\n")
+    (group / "distilled_seed4" / "summary.json").write_text("{}")
+    assert race.runs_of(group)["distilled"][4] == [race.Point(1024 + 23, 35, 50, 8.0 + 2.0, 200 * 64 + 1034 + 23)]
+
+
 def test_the_experiment_of_a_residual_actor_has_the_settings_of_the_race():
     packaged, gap = race.compose(["experiment=quickstart_residual"]), race.compose(["experiment=quickstart"])
     raced = race.compose(["experiment=quickstart", *race.METHODS["residual"].overrides])

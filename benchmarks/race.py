@@ -252,7 +252,12 @@ def improve(actor: Path, gap: str, seed: int, overrides: Sequence[str]) -> Path:
     """Collect successful episodes of the policy with the actor in ``actor`` unless this has been done; return the dataset."""
     dataset = improved_folder(actor)
     if not dataset.exists():
-        rows = [f"checkpoint={actor}", f"dataset={dataset}", f"collect.num_episodes={NUM_IMPROVED}", "collect.num_envs=32"]
+        rows = [
+            f"checkpoint={actor}",
+            f"dataset={dataset}",
+            f"collect.num_episodes={NUM_IMPROVED}",
+            "collect.num_envs=32",
+        ]
         config = compose([f"experiment={gap}", f"seed={seed}", *METHODS["residual"].overrides, *overrides, *rows])
         validate(config, "collect")
         collect(config)

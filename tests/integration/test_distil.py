@@ -100,7 +100,9 @@ def test_what_cannot_be_distilled_is_rejected_before_an_episode(folder, tmp_path
     assert "without an actor" in rejection(f"checkpoint={folder / 'out' / 'base'}", out)
     assert "output=<folder>" in rejection(run)
     assert "sft.max_steps=0" in rejection(run, out, "sft.max_steps=0")
-    assert "collect.num_episodes 60 -> 61" in rejection(run, f"output={folder / 'out'}", *DISTILLED, "collect.num_episodes=61")
+    assert "collect.num_episodes 60 -> 61" in rejection(
+        run, f"output={folder / 'out'}", *DISTILLED, "collect.num_episodes=61"
+    )
     assert not (tmp_path / "out").exists()
     few_steps = ["env.max_episode_steps=1", "evaluation.allow_mismatch=[env]", "collect.num_episodes=3"]
     assert "None of 3 episodes succeeded" in rejection(run, out, *few_steps)

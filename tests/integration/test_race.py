@@ -169,7 +169,9 @@ def test_the_distilled_policy_clones_the_actor_s_episodes_and_pays_for_them(tmp_
     write_run(group / "residual_seed4", [0.3, 0.9])
     done = {"phase": "sft", "step": 200, "time_s": 9.0, "time/total_s": 8.0, "eval/success_rate": 0.7}
     (group / "distilled_seed4").mkdir()
-    (group / "distilled_seed4" / "metrics.jsonl").write_text(json.dumps(done | {"eval/successes": 35, "eval/episodes": 50}) + "\n")
+    (group / "distilled_seed4" / "metrics.jsonl").write_text(
+        json.dumps(done | {"eval/successes": 35, "eval/episodes": 50}) + "\n"
+    )
     (group / "distilled_seed4" / "summary.json").write_text("{}")
     assert race.runs_of(group)["distilled"][4] == [race.Point(1024 + 23, 35, 50, 8.0 + 2.0, 200 * 64 + 1034 + 23)]
 

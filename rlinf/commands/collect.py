@@ -1,6 +1,7 @@
 """Collects episodes of the scripted expert or a policy into a LeRobotDataset."""
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,9 +10,11 @@ import numpy as np
 
 from rlinf.commands.open_checkpoint import Opened, open_checkpoint, open_remote, policy_for
 from rlinf.config.schema import RunConfig, expert_acts
+from rlinf.data.formats import open_dataset
 from rlinf.data.lerobot_dataset import OWN_FILE
 from rlinf.data.lerobot_format import EXECUTED
 from rlinf.data.lerobot_writer import LeRobotWriter
+from rlinf.data.stored import StoredDemonstrations
 from rlinf.distributed.process_group import resolve_device, set_num_threads
 from rlinf.envs import make_env
 from rlinf.envs.base import VectorEnv
@@ -71,6 +74,7 @@ def collect(config: RunConfig, human: Callable[[VectorEnv], Demonstrate] | None 
     env = make_env(config.env, min(settings.num_envs, settings.num_episodes), auto_reset=False)
     try:
         specs = collection_specs(env, settings.split, settings.num_episodes, config.seed)
+        earlier = settings.extends and open_dataset(config.sft, env, settings.extends, outcomes=True)
         policy, about = _policy(config, env) if human is None else (None, {"demonstrator": "human"})
         demonstrate = None if human is None else human(env)
         writer = LeRobotWriter(
@@ -81,9 +85,12 @@ def collect(config: RunConfig, human: Callable[[VectorEnv], Demonstrate] | None 
             action_dim=env.action_dim,
             video=settings.video,
             robot_type=env.suite,
-            more=[EXECUTED] if about["demonstrator"] == "expert" and config.sft.expert.jitter > 0 else (),
+            more=[EXECUTED] if earlier or (policy is None and human is None and config.sft.expert.jitter > 0) else (),
         )
         with sigterm_is_ctrl_c(), writer:
+            if earlier:
+                _copy_episodes(earlier, writer)
+            num_copied = writer.info["total_episodes"]
             results: list[EpisodeResult] = []
             interruption: KeyboardInterrupt | SimulatorError | None = None
             try:
@@ -101,7 +108,7 @@ def collect(config: RunConfig, human: Callable[[VectorEnv], Demonstrate] | None 
                     f"None of {len(results)} episodes succeeded{reason} and collect.only_success=true, so there is nothing to store. "
                     "Set collect.only_success=false, or checkpoint=<a better policy>"
                 )
-            writer.about[OWN_FILE] = _conditions(config, env, about, results)
+            writer.about[OWN_FILE] = _conditions(config, env, about, results, num_copied)
             result = _as_result(env, results)
     finally:
         env.close()
@@ -187,6 +194,24 @@ def _record(
     progress.close()
 
 
+def _copy_episodes(earlier: StoredDemonstrations, writer: LeRobotWriter) -> None:
+    """Copy all episodes of a dataset."""
+    outcomes = earlier.outcomes
+    for last in np.unique(earlier.last_rows):
+        index = np.flatnonzero(earlier.last_rows == last)
+        observation, _ = earlier.rows(index)
+        writer.add_episode(
+            observation.images,
+            observation.state,
+            earlier.actions[index],
+            observation.instruction[0],
+            rewards=outcomes.rewards[index],
+            success=outcomes.success[index],
+            truncated=not outcomes.terminated[last],
+            more={EXECUTED: outcomes.executed[index]},
+        )
+
+
 def _write_episode(writer: LeRobotWriter, batch: EpisodeBatch, slot: int) -> None:
     times = np.flatnonzero(batch.alive[:, slot])
     seen = [batch.seen[t] for t in times]
@@ -212,10 +237,12 @@ def _inference(config: RunConfig, policy: BatchedPolicy | None):
         yield
 
 
-def _conditions(config: RunConfig, env: VectorEnv, about: Json, results: list[EpisodeResult]) -> Json:
-    """Return the contents of ``meta/rlinf.json``, which complements the format's own files."""
+def _conditions(
+    config: RunConfig, env: VectorEnv, about: Json, results: list[EpisodeResult], num_copied: int
+) -> Json:
+    """Return the contents of ``meta/rlinf.json``, which complements the format's own files; ``episodes`` omits copied ones."""
     stored = [result.success or not config.collect.only_success for result in results]
-    numbers = iter(range(len(results)))
+    numbers = itertools.count(num_copied)
     episodes = [
         {"episode_index": next(numbers) if is_stored else None, **row}
         for row, is_stored in zip(_as_result(env, results).as_dict()["results"], stored, strict=True)

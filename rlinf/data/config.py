@@ -90,6 +90,7 @@ class CollectConfig:
 
     num_episodes: int = option(100, "Episodes, spread evenly over tasks and initial states.", minimum=1)
     only_success: bool = option(True, "Store only successful episodes; false: all.")
+    extends: PathText | None = option(None, "Dataset by `rlinf collect` whose episodes are copied first.")
     num_envs: int = option(8, "Parallel envs; their episodes stay in memory until all have ended.", minimum=1)
     split: str = option("train", "Initial states: train, or eval (held out).", choices=("train", "eval"))
     greedy: bool = option(True, "The policy takes the most likely action; false: it samples at `rollout.temperature`.")

@@ -245,11 +245,7 @@ def check_dataset(
     fix = f"{key}=<a different folder>"
     for package in info.packages:
         require_package(package, f"{key}={folder} ({info.format})", package, f"{key}=null")
-    made_for = info.env.get("name", env.name)
-    if made_for != env.name:
-        actual = f"{info.folder} was collected with env.name={made_for}"
-        reject(actual, f"env.name={env.name}", f"env={made_for}, or {fix}")
-    _check_recorded_env(config, info.folder, info.env)
+    _check_recorded_env(config, info, fix)
     for camera, column in zip(env.cameras, image_columns(info, env.cameras, sft.cameras), strict=True):
         height, width = info.image_shapes[column]
         if (height, width) != (env.image_size, env.image_size):
@@ -273,8 +269,13 @@ def check_dataset(
     return info
 
 
-def _check_recorded_env(config: RunConfig, folder: Path, recorded: Mapping[str, Any]) -> None:
-    """Check that a dataset was collected with the current env settings (action repeats, camera flips, physics)."""
+def _check_recorded_env(config: RunConfig, info: DatasetInfo, fix: str) -> None:
+    """Check that a dataset was collected with the current env and its settings (action repeats, camera flips, physics)."""
+    folder, recorded, env = info.folder, info.env, config.env
+    made_for = recorded.get("name", env.name)
+    if made_for != env.name:
+        actual = f"{folder} was collected with env.name={made_for}"
+        reject(actual, f"env.name={env.name}", f"env={made_for}, or {fix}")
     present, allowed = to_mapping(config.env), config.sft.allow_mismatch
     for name in allowed:
         if name not in present and name != "fps":
@@ -331,6 +332,11 @@ def check_collect(config: RunConfig, by_human: bool) -> None:
     require_package("pyarrow", "`rlinf collect`", "pyarrow")
     if collect.video:
         require_package("av", "collect.video=true", "av", "collect.video=false")
+    if collect.extends is not None:
+        info, key = describe_dataset(collect.extends, "collect.extends"), "collect.extends=<a different folder>"
+        if not info.env:
+            reject(f"{info.folder} was not written by `rlinf collect`", "a dataset that it has written", key)
+        _check_recorded_env(config, info, key)
     if expert_acts(config) and not by_human:
         fix = "checkpoint=<checkpoint or run folder> to run its policy"
         ENVS.get(env.name).check_expert(env, options_of_expert(config.sft.expert), fix)

@@ -344,6 +344,33 @@ def test_a_dataset_without_the_state_that_the_model_reads_is_refused():
     assert "has 8 dimensions" in message and "expected 4" in message
 
 
+def test_a_collection_extends_another_one(expert, tmp_path):
+    """The copied rows equal those of the first dataset, the new ones those of a collection on its own."""
+    words = ["collect.num_episodes=4", "seed=3"]
+    alone = collect(tmp_path / "alone", *words)
+    both = collect(tmp_path / "both", *words, f"collect.extends={expert}")
+    first, second, all_rows = (open_all(folder, outcomes=True) for folder in (expert, alone, both))
+    expected = [np.concatenate(parts) for parts in zip(columns(first), columns(second), strict=True)]
+    for column, wanted in zip(columns(all_rows), expected, strict=True):
+        np.testing.assert_array_equal(column, wanted)
+    assert len({len(first), len(second), len(all_rows)}) == 3 and (first.outcomes.executed != first.actions).any(), "control"
+    assert all_rows.episode_ids.tolist() == [*first.episode_ids, *(second.episode_ids + 10)]
+    numbers = [row["episode_index"] for row in recorded(both)["episodes"]]
+    assert numbers == [row["episode_index"] + 10 for row in recorded(alone)["episodes"]]
+    message = rejection("collect", f"collect.extends={expert}", "dataset=new", "env.hold_steps=2")
+    assert "was collected with env.hold_steps=1" in message
+    assert "not written by `rlinf collect`" in rejection("collect", f"collect.extends={FIXTURES / 'rlds'}", "dataset=new")
+
+
+def columns(dataset) -> list[np.ndarray]:
+    observation, _ = dataset.rows(np.arange(len(dataset)))
+    outcomes = dataset.outcomes
+    return [
+        observation.images["front"], observation.state, np.array(observation.instruction), dataset.actions, outcomes.executed,
+        outcomes.rewards, outcomes.success, outcomes.terminated,
+    ]  # fmt: skip
+
+
 REFUSED_COLLECTIONS = {
     "no folder": ([], "Set dataset=data/<name>"),
     "too many": (["dataset=new", "env.num_train_init_states=3", "collect.num_episodes=7"], "Set collect.num_episodes=6"),

@@ -237,9 +237,7 @@ def _inference(config: RunConfig, policy: BatchedPolicy | None):
         yield
 
 
-def _conditions(
-    config: RunConfig, env: VectorEnv, about: Json, results: list[EpisodeResult], num_copied: int
-) -> Json:
+def _conditions(config: RunConfig, env: VectorEnv, about: Json, results: list[EpisodeResult], num_copied: int) -> Json:
     """Return the contents of ``meta/rlinf.json``, which complements the format's own files; ``episodes`` omits copied ones."""
     stored = [result.success or not config.collect.only_success for result in results]
     numbers = itertools.count(num_copied)

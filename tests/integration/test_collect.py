@@ -353,13 +353,17 @@ def test_a_collection_extends_another_one(expert, tmp_path):
     expected = [np.concatenate(parts) for parts in zip(columns(first), columns(second), strict=True)]
     for column, wanted in zip(columns(all_rows), expected, strict=True):
         np.testing.assert_array_equal(column, wanted)
-    assert len({len(first), len(second), len(all_rows)}) == 3 and (first.outcomes.executed != first.actions).any(), "control"
+    assert len({len(first), len(second), len(all_rows)}) == 3 and (first.outcomes.executed != first.actions).any(), (
+        "control"
+    )
     assert all_rows.episode_ids.tolist() == [*first.episode_ids, *(second.episode_ids + 10)]
     numbers = [row["episode_index"] for row in recorded(both)["episodes"]]
     assert numbers == [row["episode_index"] + 10 for row in recorded(alone)["episodes"]]
     message = rejection("collect", f"collect.extends={expert}", "dataset=new", "env.hold_steps=2")
     assert "was collected with env.hold_steps=1" in message
-    assert "not written by `rlinf collect`" in rejection("collect", f"collect.extends={FIXTURES / 'rlds'}", "dataset=new")
+    assert "not written by `rlinf collect`" in rejection(
+        "collect", f"collect.extends={FIXTURES / 'rlds'}", "dataset=new"
+    )
 
 
 def columns(dataset) -> list[np.ndarray]:

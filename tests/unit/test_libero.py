@@ -284,6 +284,24 @@ def test_a_draw_that_throws_an_object_is_drawn_again(monkeypatch):
     assert np.array_equal(bowls[kept], first[kept]) and kept.sum() > 6, "other draws are LIBERO's own"
 
 
+@needs_libero
+def test_hands_start_as_spread_in_drawn_states_as_in_recorded_ones():
+    """A policy that learns from one start of the hand fails at the recorded ones."""
+    sim = simulator(cameras=[])
+
+    def hands(numbers) -> np.ndarray:
+        positions = []
+        for number in numbers:
+            sim.reset(spec(number))
+            positions.append(sim.observe().state[:3])
+        return np.array(positions)
+
+    recorded, drawn = hands(range(40)), hands(range(DRAWN_OFFSET, DRAWN_OFFSET + 40))
+    assert np.abs(drawn.mean(0) - recorded.mean(0)).max() < 0.006
+    ratio = drawn.std(0) / recorded.std(0)
+    assert (ratio > 0.6).all() and (ratio < 1.6).all()
+
+
 @needs_package
 def test_tasks_instructions_and_limits_are_the_published_ones():
     limits = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}

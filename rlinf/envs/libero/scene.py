@@ -32,6 +32,8 @@ SEEN_SIM_STEP = 23
 Bodies and cameras are read at the start of that step, the gripper's joints at its end, and sites (the flame of the stove) as
 the previous env step left them.
 """
+START_NOISE_RAD = 0.02
+"""Std of the arm's joints at the start: robosuite's default, and measured in recorded states of all suites."""
 GEOM_GROUPS = np.array([[0, 1, 1, 0, 0, 0]], dtype=np.uint8)
 """As in robosuite, show visual geoms (group 1 and MuJoCo's 2) but not collision geoms (group 0)."""
 MAX_GEOMS = 1000
@@ -132,9 +134,12 @@ class Scene:
     def draw(self, state: SceneState, seed: int, start: np.ndarray | None = None) -> np.random.RandomState:
         """Start at a state that LIBERO draws from ``seed`` (32 bits), including fixtures. Objects then fall into place.
 
+        The arm's joints get robosuite's default noise: LIBERO's own reset switches it off, but its recorded states have it.
         ``start`` and the returned generator are as in ``restore``.
         """
         generator = self._reset(state, seed, 1, start)
+        joints = self._robot._ref_joint_pos_indexes
+        self._sim.data.qpos[joints] += START_NOISE_RAD * generator.randn(len(joints))
         self._start(state)
         return generator
 

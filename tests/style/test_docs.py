@@ -24,6 +24,7 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.config.search import experiment_names
 from rlinf.data.hdf5 import ConvertConfig
+from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.options import from_mapping, public_fields
 from rlinf.recipes.launch_worker import find_script
 from rlinf.recipes.load import load_recipe, with_overrides
@@ -33,7 +34,13 @@ from rlinf.robot.config import DemonstrationConfig, RobotConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").rglob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PAGES = [
+    README,
+    *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "AGENTS.md",
+    ROOT / "CHANGELOG.md",
+]
 REQUIREMENTS = ROOT.parent / "shared" / "requirements.md"
 
 
@@ -178,6 +185,48 @@ COMMAND_LINES = {line: page.name for page in PAGES for line in shell_lines(page.
 @pytest.mark.parametrize("line", COMMAND_LINES, ids=[f"{page}: {line[:60]}" for line, page in COMMAND_LINES.items()])
 def test_commands_name_what_exists_and_compose(line):
     check_command(line)
+
+
+def translated_commands(page: str) -> list[str]:
+    """Return the commands in the second column of a page's tables; overrides are appended to the command above them."""
+    commands, base = [], "no command above"
+    for row in re.findall(r"^\|.*\|$", page, re.MULTILINE):
+        for code in re.findall(r"`(.+?)`", row.split("|")[2]):
+            base = code if code.startswith("rlinf ") else base
+            commands.append(code if code == base else f"{base} {code}")
+    return commands
+
+
+def check_translated(line: str) -> None:
+    """Assert that a command composes, and that a robot experiment's parts fit together once a checkpoint is named."""
+    from rlinf.preflight.validation import validate  # imports torch
+
+    check_command(line)
+    if "model.model_path=<folder>" in line:
+        command, *words = shlex.split(line.replace("<folder>", "organisation/model"))[1:]
+        validate(build_config(compose_config(words)), command)
+
+
+@pytest.mark.parametrize("line", translated_commands(text_of("docs/coming_from.md")))
+def test_commands_for_users_of_other_projects_compose_and_are_valid(line):
+    try:
+        check_translated(line)
+    except MissingDependencyError as missing:
+        pytest.skip(str(missing))
+
+
+def test_a_wrong_translation_is_found():
+    table = "| a | rlinf |\n|---|---|\n| `n` | `rlinf train experiment=quickstart` |\n| `m` | `seed=1 no.key=2` or `seed=x` |\n"
+    good, *wrong = translated_commands(table)
+    assert good == "rlinf train experiment=quickstart" and wrong == [f"{good} seed=1 no.key=2", f"{good} seed=x"]
+    for line in wrong:
+        with pytest.raises(ConfigError):
+            check_translated(line)
+    unequal = "rlinf train experiment=quickstart_grpo model.model_path=<folder> rollout.num_envs=9"
+    with pytest.raises(ConfigError, match="rollout.num_envs=9"):
+        check_translated(unequal)
+    with pytest.raises(AssertionError):
+        check_translated(*translated_commands("| a | `seed=1` |\n"))
 
 
 def test_readme_shows_the_main_commands():

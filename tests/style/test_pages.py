@@ -48,6 +48,14 @@ def test_lines_and_cells_are_short_and_places_exist(page):
     assert too_long(text) == [] and missing_places(text) == [] and missing_paths(text) == []
 
 
+def test_the_page_for_assistants_is_short_and_lists_every_folder_of_the_package():
+    text = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
+    rows = text.partition("## Layout")[2].partition("\n## ")[0].splitlines()
+    named = [name for row in rows if row.startswith("|") for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    folders = {path.parent.name for path in (ROOT / "rlinf").glob("*/__init__.py")}
+    assert len(text.splitlines()) <= 60 and set(named) == folders and len(named) == len(folders)
+
+
 def test_the_table_of_places_answers_every_question():
     section = (
         (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## Find it")[2].partition("\n## ")[0]

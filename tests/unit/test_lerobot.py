@@ -25,7 +25,8 @@ from rlinf.models.embodiment.lerobot import runner as runner_module
 from rlinf.models.embodiment.lerobot.folder import compare_weights
 from rlinf.models.embodiment.lerobot.migrate import migrate
 from rlinf.models.embodiment.lerobot.policy import LerobotPolicy
-from rlinf.models.embodiment.lerobot.runner import greedy_noise, seeds_of
+from rlinf.models.embodiment.lerobot.chunks import seeds_of
+from rlinf.models.embodiment.lerobot.runner import greedy_noise
 from rlinf.models.embodiment.lerobot.smolvla import SmolVLAConfig, SmolVLAPolicy
 from rlinf.models.embodiment.lerobot.worker import OWN_PLACE, VARIABLE, WorkerRunner, interpreter_for, runs_here
 from rlinf.types import Observation
@@ -36,6 +37,8 @@ pytestmark = [
     pytest.mark.skipif(PYTHON is None, reason="no Python with lerobot: bash scripts/setup.sh --lerobot makes one"),
 ]
 HERE = pytest.mark.skipif(not runs_here(), reason="lerobot does not import in this Python")
+DRAWING = ("xvla",)
+"""Types whose own class takes no noise, and draws it by torch.randn."""
 
 
 class Folders(dict):
@@ -46,6 +49,9 @@ class Folders(dict):
         self.place = place
 
     def __missing__(self, kind: str) -> Path:
+        if runs_here():
+            self[kind] = make(kind, self.place / kind)
+            return self[kind]
         command = [PYTHON, str(Path(__file__).parents[1] / "lerobot_folders.py"), str(self.place), kind]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-3000:]
@@ -78,8 +84,10 @@ def observation(rows: int = 3, seed: int = 0) -> Observation:
 
 
 @HERE
-@pytest.mark.parametrize("kind", ["act", "smolvla", "diffusion"])
-def test_actions_are_those_of_lerobots_own_class(kind: str, folders: Folders) -> None:
+@pytest.mark.parametrize("kind", ["act", "smolvla", "diffusion", "xvla"])
+def test_actions_are_those_of_lerobots_own_class(
+    kind: str, folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The whole chunk, with the same noise; channels in another order, or moments, give other actions."""
     model = build_policy({"model": section(folders[kind])})
     policy, before, after = theirs(folders[kind])
@@ -87,7 +95,10 @@ def test_actions_are_those_of_lerobots_own_class(kind: str, folders: Folders) ->
     noise = (
         {} if model.config.noise_shape is None else {"noise": greedy_noise(model.config.noise_shape).repeat(3, 1, 1)}
     )
-    chunk = policy.predict_action_chunk(before(theirs_of(rows)), **noise)
+    with monkeypatch.context() as drawn:
+        if kind in DRAWING:
+            drawn.setattr(torch, "randn", lambda *shape, **options: noise["noise"])
+        chunk = policy.predict_action_chunk(before(theirs_of(rows)), **({} if kind in DRAWING else noise))
     expected = torch.stack([after(chunk[:, step]) for step in range(4)], 1)
     found = model.predict_action_batch(do_sample=False, **model.preprocess(rows)).actions
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
@@ -443,9 +454,10 @@ def test_threads_get_their_own_answers(folders: Folders, monkeypatch: pytest.Mon
 
 
 @HERE
-def test_a_flow_is_steered_by_its_noise(folders: Folders) -> None:
+@pytest.mark.parametrize("kind", ["smolvla", "xvla"])
+def test_a_flow_is_steered_by_its_noise(kind: str, folders: Folders) -> None:
     """``sample`` and ``propose`` agree; other noise gives other chunks, and the greedy chunk comes first."""
-    model = build_policy({"model": section(folders["smolvla"])})
+    model = build_policy({"model": section(folders[kind])})
     inputs = model.preprocess(observation())
     uniforms = torch.rand(3, 2, model.num_candidate_uniforms, generator=torch.Generator().manual_seed(3)).clamp_min(
         1e-6
@@ -457,7 +469,7 @@ def test_a_flow_is_steered_by_its_noise(folders: Folders) -> None:
 
 
 @HERE
-@pytest.mark.parametrize("kind", ["act", "smolvla"])
+@pytest.mark.parametrize("kind", ["act", "smolvla", "xvla"])
 def test_cloning_is_lerobots_own_loss_and_its_weights_go_back(kind: str, folders: Folders, tmp_path: Path) -> None:
     """Equal rows, padding and seed give lerobot's loss; the trained folder is loaded by lerobot, and acts as the model."""
     fields = {"override_config": {"trained": True}}

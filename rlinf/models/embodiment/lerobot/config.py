@@ -12,14 +12,16 @@ from rlinf.models.embodiment.plain_policy import PlainConfig
 from rlinf.models.loading import check_choice, field_error, read_json
 from rlinf.options import override_text
 
-ACTION, PROMPT = "action", "task"
+ACTION, STATE, PROMPT = "action", "observation.state", "task"
 CHUNK_FIELDS = ("chunk_size", "horizon", "action_chunk_size")
 """Names of the field with the number of actions predicted per pass."""
 STEP_FIELDS = ("n_action_steps", "action_chunk_size")
 """Names of the field with the number of actions executed before the next pass."""
 RESIZING = ("smolvla", "pi0", "pi05", "pi0_fast")
-"""Policy types that resize images themselves, so any image size is accepted."""
-SUPPORTED = ("act", "diffusion", "vqbet", "smolvla", "pi0", "pi05", "pi0_fast")
+"""Policy types that always resize images themselves."""
+SUPPORTED = ("act", "diffusion", "vqbet", "smolvla", "pi0", "pi05", "pi0_fast", "xvla")
+ACTION_SPACES = {"auto": None, "ee6d": 20, "joint": 14, "agibot_ee6d": 20, "franka_joint7": 20, "so101_bimanual": 20}
+"""X-VLA's action spaces and the number of actions that its transformer predicts; None is ``max_action_dim``."""
 
 
 @dataclass
@@ -35,6 +37,7 @@ class LerobotConfig(PlainConfig):
         n_action_steps: Number of actions in a chunk that are executed before the next pass.
         noise_shape: Shape of a chunk's normal noise, or None if the policy samples none.
         width: Width of an actor's features, if the folder specifies it.
+        resizes: Whether the policy resizes images itself, so any image size is accepted.
         cameras: Env camera by image feature name; None uses cameras of equal names.
         state_scale, action_scale: Policy units per env unit, per dimension or for all, e.g. 57.29578 for degrees per radian.
         prompt: Instruction to use instead of the env's, or None.
@@ -56,6 +59,7 @@ class LerobotConfig(PlainConfig):
     n_action_steps: int = 1
     noise_shape: list[int] | None = None
     width: int = 1024
+    resizes: bool = False
     cameras: dict[str, str] | None = None
     state_scale: float | list[float] = 1.0
     action_scale: float | list[float] = 1.0
@@ -79,6 +83,7 @@ class LerobotConfig(PlainConfig):
             chunk_size=chunk - (num_obs - 1) * ("horizon" in values),
             n_action_steps=next((values[name] for name in STEP_FIELDS if values.get(name)), 1),
             width=values.get("dim_model") or 1024,
+            resizes=values.get("type") in RESIZING or values.get("resize_imgs_with_padding") is not None,
             **known,
         )
         config.noise_shape = _noise_shape(values, config.action_dim)
@@ -166,6 +171,10 @@ def _noise_shape(values: Mapping[str, Any], action_dim: int) -> list[int] | None
         return [values["horizon"], action_dim]
     if "vqvae_n_embed" in values:
         return [1]
+    if values.get("type") == "xvla":
+        mode = str(values.get("action_mode")).lower()
+        check_choice("action_mode", mode, list(ACTION_SPACES))
+        return [values["chunk_size"], ACTION_SPACES[mode] or values.get("max_action_dim", 20)]
     steps = {"num_steps", "num_inference_steps"} & values.keys()
     is_flow = steps and {"chunk_size", "max_action_dim"} <= values.keys()
     return [values["chunk_size"], values["max_action_dim"]] if is_flow else None

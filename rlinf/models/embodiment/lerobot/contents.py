@@ -23,7 +23,8 @@ STEPS = (
     *PIPELINES.values(), "rename_observations_processor", "to_batch_processor", "device_processor", "tokenizer_processor",
     "action_tokenizer_processor", "smolvla_new_line_processor", "pi0_new_line_processor", "absolute_actions_processor",
     "pi05_prepare_state_tokenizer_processor_step", "pi0_fast_prepare_state_tokenizer_processor_step",
-    "relative_actions_processor", "observation_processor", "image_crop_resize_processor",
+    "relative_actions_processor", "observation_processor", "image_crop_resize_processor", "xvla_image_scale",
+    "xvla_image_to_float", "xvla_imagenet_normalize", "xvla_add_domain_id", "xvla_rotation_6d_to_axis_angle",
 )  # fmt: skip
 """Registered steps of the supported types. Steps not listed here load models by name, some of them with code."""
 NAMES = {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.files import Json, sha256_of
-from rlinf.models.embodiment.lerobot.config import ACTION, SUPPORTED, LerobotConfig
+from rlinf.models.embodiment.lerobot.config import ACTION, STATE, SUPPORTED, LerobotConfig
 from rlinf.models.embodiment.lerobot.contents import PIPELINES, Finding, content_findings
 from rlinf.models.loading import instead_of_weights, read_json
 
@@ -25,6 +25,12 @@ MIGRATE = "rlinf check-policy {0} migrate={0}_migrated"
 OLD_PARTS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
 """Name prefixes of statistics stored among the weights by old versions of lerobot."""
 ANOTHER = "use the folder written by training, or train again"
+EMBODIMENT_STEPS = {
+    "xvla": {
+        "xvla_imagenet_normalize": "images are not normalised", "xvla_add_domain_id": "the soft prompt of domain 0 is used",
+    },
+}  # fmt: skip
+"""Steps whose absence lerobot does not report, and its effect, for types with several embodiments."""
 LARGEST_IMAGE = 2.0
 """Maximum plausible statistic for images in 0..1."""
 
@@ -44,7 +50,7 @@ def check_folder(folder: str | Path, config: LerobotConfig | None = None) -> lis
         config = LerobotConfig.from_pretrained(folder) if config is None else config
     except (ConfigError, CheckpointError) as error:
         return [Finding("config.json", f"cannot be used: {error}", ANOTHER)]
-    faults = [*_ensembling(values), *_feature_findings(config)]
+    faults = [*_ensembling(values), *_feature_findings(config), *_embodiment_findings(folder, values, config)]
     return faults or [*_weight_files(folder), *_pipeline_findings(folder, config)]
 
 
@@ -122,6 +128,24 @@ def _feature_findings(config: LerobotConfig) -> Iterator[Finding]:
         yield Finding("input_features", "in config.json is empty, so the policy has no observations", ANOTHER)
     if not config.action_dim:
         yield Finding("output_features", "in config.json contains no action", ANOTHER)
+
+
+def _embodiment_findings(folder: Path, values: Mapping[str, Any], config: LerobotConfig) -> Iterator[Finding]:
+    """Check what the multi-embodiment types replace silently: a missing step, an unknown embodiment, inputs that are not read."""
+    steps = {step.get("registry_name"): step["config"] for step in _steps(folder, "policy_preprocessor.json")}
+    needed = EMBODIMENT_STEPS.get(config.policy_type, {})
+    for name, effect in needed.items() if steps else ():
+        if name not in steps:
+            yield Finding(name, f"is missing from policy_preprocessor.json, so {effect}", ANOTHER)
+    for name, width in config.states.items() if needed else ():
+        if name != STATE:
+            yield Finding(name, f"is not read by {config.policy_type}", f"train with its values in {STATE}")
+        elif width > values.get("max_state_dim", width):
+            yield Finding(name, f"has {width} dimensions, but only max_state_dim={values['max_state_dim']} are read", ANOTHER)
+    domain, count = steps.get("xvla_add_domain_id", {}).get("domain_id", 0), values.get("num_domains", 1)
+    if not (isinstance(domain, int) and 0 <= domain < count):
+        problem = f"is {domain} in policy_preprocessor.json; expected 0 to {count - 1}, a domain with a soft prompt"
+        yield Finding("domain_id", problem, "write the domain that the policy was trained for")
 
 
 def _weight_files(folder: Path) -> Iterator[Finding]:

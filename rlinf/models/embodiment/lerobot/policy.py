@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rlinf.errors import ConfigError
 from rlinf.models.config import TokenizerConfig
 from rlinf.models.embodiment.base import ActionModel, Inputs
-from rlinf.models.embodiment.lerobot.config import ACTION, PROMPT, RESIZING, LerobotConfig
+from rlinf.models.embodiment.lerobot.config import ACTION, PROMPT, LerobotConfig
 from rlinf.models.embodiment.lerobot.folder import NEEDED, action_statistics, folder_digest, reject_folder
 from rlinf.models.embodiment.lerobot.runner import LocalRunner, RunnerOutput
 from rlinf.models.embodiment.lerobot.worker import WorkerRunner, interpreter_for, runs_here
@@ -57,7 +57,7 @@ class LerobotPolicy(ActionModel, nn.Module):
         """Reject an env whose cameras, image size or state differ from the policy's inputs."""
         config.camera_of(env.cameras)
         for name, (_, height, width) in config.images.items():
-            if config.policy_type not in RESIZING and (height, width) != (env.image_size, env.image_size):
+            if not config.resizes and (height, width) != (env.image_size, env.image_size):
                 fix = f"env.image_size={height}" if height == width else "an env with images of this size"
                 problem = f"'{name}' has {height} x {width} pixels, but env.image_size is {env.image_size}"
                 raise ConfigError(f"The policy's image {problem}. Set {fix}")

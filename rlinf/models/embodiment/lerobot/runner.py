@@ -6,7 +6,6 @@ import io
 import logging
 import sys
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from rlinf.errors import CheckpointError, MissingDependencyError
 from rlinf.models.embodiment.folder_policy import write_safetensors
+from rlinf.models.embodiment.lerobot.chunks import CHUNKS, flow_chunk, seeds_of
 from rlinf.models.embodiment.lerobot.config import ACTION, PROMPT, LerobotConfig
 from rlinf.models.embodiment.lerobot.contents import Finding, local_tokenizer
 from rlinf.models.embodiment.lerobot.folder import WEIGHTS, compare_weights, reject_folder
@@ -31,31 +31,9 @@ FEATURES: dict[str, tuple[str, str]] = {
     "pi0": ("model.paligemma_with_expert.paligemma.model.language_model.norm", "batch first"),
     "pi05": ("model.paligemma_with_expert.paligemma.model.language_model.norm", "batch first"),
     "pi0_fast": ("model.paligemma_with_expert.paligemma.model.language_model.norm", "batch first"),
+    "xvla": ("model.transformer.vlm_proj", "batch first"),
 }
 """Maps policy types to the module whose output (or argument), averaged over positions, is used as an actor's features."""
-
-
-def flow_chunk(policy: Any, prepared: dict[str, Any], noise: Tensor | None) -> Tensor:
-    """Return normalised actions ``[B, T, D]``, starting at the current step."""
-    return policy.predict_action_chunk(prepared, **({} if noise is None else {"noise": noise}))
-
-
-def code_chunk(policy: Any, prepared: dict[str, Any], noise: Tensor) -> Tensor:
-    """Return the chunk of a policy that samples codes; rows are run one by one, each seeded by its noise."""
-    images = torch.stack([prepared[name] for name in policy.config.image_features], -4)
-    chunks = []
-    for row, seed in enumerate(seeds_of(noise)):
-        # The policy samples from torch's global generator.
-        with torch.random.fork_rng(devices=[noise.device] if noise.is_cuda else []):
-            torch.manual_seed(seed)
-            states = prepared["observation.state"][row : row + 1]
-            batch = {"observation.images": images[row : row + 1], "observation.state": states}
-            chunks.append(policy.vqbet(batch, rollout=True)[:, : policy.config.action_chunk_size])
-    return torch.cat(chunks)
-
-
-CHUNKS: dict[str, Callable[[Any, dict[str, Any], Tensor], Tensor]] = {"vqbet": code_chunk}
-"""Chunk functions of policy types that do not support ``predict_action_chunk`` with ``noise``."""
 
 
 class RunnerOutput(NamedTuple):
@@ -91,11 +69,16 @@ class LocalRunner:
         self._lock = threading.Lock()
         try:
             with quiet():
-                self.feature_dim = self.run(self._blank(), None).features.shape[1]
+                output = self.run(self._blank(), None)
         except Exception as error:
             problem = f"lerobot's {config.policy_type} cannot act here ({type(error).__name__}: {error})"
             fix = "Set model.interpreter=<a Python with the versions of transformers and torch that lerobot requires>"
             raise CheckpointError(f"{problem}. {fix}") from error
+        self.feature_dim = output.features.shape[1]
+        if (width := output.chunks.shape[-1]) != config.action_dim:
+            problem = f"has {config.action_dim} dimensions in config.json, but {width} after policy_postprocessor.json"
+            finding = Finding(ACTION, problem, "use a folder whose output_features are what an env receives")
+            raise CheckpointError(f"The policy in {folder} would act blindly: {finding}")
 
     def _load(self) -> tuple[Any, Callable, Callable]:
         try:
@@ -289,11 +272,6 @@ def let_masks_take_positions() -> None:
 def greedy_noise(shape: Sequence[int]) -> Tensor:
     """Return the noise for greedy actions, which is equal for all rows and calls."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-
-
-def seeds_of(noise: Tensor) -> list[int]:
-    """Return a seed for each row of noise."""
-    return [zlib.crc32(row.contiguous().numpy().tobytes()) for row in noise.cpu()]
 
 
 @contextlib.contextmanager

@@ -5,8 +5,8 @@ Runs in a Python that has lerobot. Nothing comes from a hub: tokenizers and lang
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-from lerobot_backbones import BACKBONES, WORDS, write_tokenizer  # noqa: E402
+from lerobot_backbones import BACKBONES, WORDS, localise, write_tokenizer  # noqa: E402
 
 SIZE, STATE, ACTIONS = 32, 4, 2
 """Pixels, and the widths of state and action: what `env=tabletop env.state=proprio env.image_size=32` has."""
@@ -39,6 +39,7 @@ TINY = {
                  "validate_action_token_prefix": False},
     "xvla": {"chunk_size": 8, "n_action_steps": 4, "max_state_dim": 8, "max_action_dim": 6, "num_image_views": 2,
              "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}},
+    "groot": {},
 }  # fmt: skip
 """The settings of each type, so small that a pass takes milliseconds."""
 
@@ -184,7 +185,11 @@ def theirs(folder: Path) -> tuple:
         overrides = {"tokenizer_processor": {"tokenizer_name": str(folder / "vlm")}}
     if hasattr(config, "vlm_model_name"):
         config.vlm_model_name = str(folder / "vlm")
-    policy = get_policy_class(config.type).from_pretrained(folder, config=config)
+    if config.type == "groot":
+        config.base_model_path = str(folder / "base")
+        overrides = {"groot_n1_7_vlm_encode_v1": {"model_name": str(folder / "vlm")}}
+    with contextlib.chdir(folder):
+        policy = get_policy_class(config.type).from_pretrained(folder, config=config)
     return policy, *make_pre_post_processors(config, pretrained_path=str(folder), preprocessor_overrides=overrides)
 
 
@@ -196,20 +201,6 @@ def theirs_of(rows: Any) -> dict:
         "observation.state": torch.from_numpy(rows.state),
         "task": rows.instruction,
     }
-
-
-def localise(folder: Path) -> None:
-    """Name the parts of a folder by paths within it, so that it can be copied."""
-    config = json.loads((folder / "config.json").read_text())
-    for name in {"vlm_model_name", "tokenizer_name"} & config.keys():
-        config[name] = "vlm"
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    path = folder / "policy_preprocessor.json"
-    steps = json.loads(path.read_text())
-    for step in steps["steps"]:
-        if "tokenizer_name" in step.get("config", {}):
-            step["config"]["tokenizer_name"] = "vlm"
-    path.write_text(json.dumps(steps, indent=1))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ pytestmark = [
     pytest.mark.skipif(PYTHON is None, reason="no Python with lerobot: bash scripts/setup.sh --lerobot makes one"),
 ]
 HERE = pytest.mark.skipif(not runs_here(), reason="lerobot does not import in this Python")
-DRAWING = ("xvla",)
+DRAWING = ("xvla", "groot")
 """Types whose own class takes no noise, and draws it by torch.randn."""
 
 
@@ -84,7 +84,7 @@ def observation(rows: int = 3, seed: int = 0) -> Observation:
 
 
 @HERE
-@pytest.mark.parametrize("kind", ["act", "smolvla", "diffusion", "xvla"])
+@pytest.mark.parametrize("kind", ["act", "smolvla", "diffusion", "xvla", "groot"])
 def test_actions_are_those_of_lerobots_own_class(
     kind: str, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +97,7 @@ def test_actions_are_those_of_lerobots_own_class(
     )
     with monkeypatch.context() as drawn:
         if kind in DRAWING:
-            drawn.setattr(torch, "randn", lambda *shape, **options: noise["noise"])
+            drawn.setattr(torch, "randn", lambda *shape, **options: noise["noise"].clone())
         chunk = policy.predict_action_chunk(before(theirs_of(rows)), **({} if kind in DRAWING else noise))
     expected = torch.stack([after(chunk[:, step]) for step in range(4)], 1)
     found = model.predict_action_batch(do_sample=False, **model.preprocess(rows)).actions
@@ -454,7 +454,7 @@ def test_threads_get_their_own_answers(folders: Folders, monkeypatch: pytest.Mon
 
 
 @HERE
-@pytest.mark.parametrize("kind", ["smolvla", "xvla"])
+@pytest.mark.parametrize("kind", ["smolvla", "xvla", "groot"])
 def test_a_flow_is_steered_by_its_noise(kind: str, folders: Folders) -> None:
     """``sample`` and ``propose`` agree; other noise gives other chunks, and the greedy chunk comes first."""
     model = build_policy({"model": section(folders[kind])})
@@ -469,7 +469,7 @@ def test_a_flow_is_steered_by_its_noise(kind: str, folders: Folders) -> None:
 
 
 @HERE
-@pytest.mark.parametrize("kind", ["act", "smolvla", "xvla"])
+@pytest.mark.parametrize("kind", ["act", "smolvla", "xvla", "groot"])
 def test_cloning_is_lerobots_own_loss_and_its_weights_go_back(kind: str, folders: Folders, tmp_path: Path) -> None:
     """Equal rows, padding and seed give lerobot's loss; the trained folder is loaded by lerobot, and acts as the model."""
     fields = {"override_config": {"trained": True}}

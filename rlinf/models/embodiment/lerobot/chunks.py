@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
-def flow_chunk(policy: Any, prepared: dict[str, Any], noise: Tensor | None) -> Tensor:
-    """Return normalised actions ``[B, T, D]``, starting at the current step."""
-    return policy.predict_action_chunk(prepared, **({} if noise is None else {"noise": noise}))
+class FlowPrefix(NamedTuple):
+    """The part of a pass common to all denoising steps: states ``[B, P, W]``, their mask, and the rest that steps read."""
+
+    mask: Tensor
+    cache: Any
+    states: Tensor
+
+    def repeated(self, count: int) -> FlowPrefix:
+        """Repeat each row; only for a cache of tensors."""
+        mask, *cache, states = (x.repeat_interleave(count, 0) for x in (self.mask, *self.cache, self.states))
+        return FlowPrefix(mask, tuple(cache), states)
 
 
-def code_chunk(policy: Any, prepared: dict[str, Any], noise: Tensor) -> Tensor:
-    """Return the chunk of a policy that samples codes; rows are run one by one, each seeded by its noise."""
+def flow_chunk(policy: Any, prepared: Mapping[str, Any], noise: Tensor | None, count: int) -> Tensor:
+    """Return normalised actions ``[B * count, T, D]``, starting at the current step, for ``B`` rows."""
+    if noise is None:
+        return policy.predict_action_chunk(prepared)
+    return policy.predict_action_chunk(_repeated(prepared, len(noise), count), noise=noise)
+
+
+def code_chunk(policy: Any, prepared: Mapping[str, Any], noise: Tensor, count: int) -> Tensor:
+    """Return the chunks of a policy that samples codes; rows are run one by one, each seeded by its noise."""
+    prepared = _repeated(prepared, len(noise), count)
     images = torch.stack([prepared[name] for name in policy.config.image_features], -4)
     chunks = []
     for row, seed in enumerate(seeds_of(noise)):
@@ -29,12 +45,14 @@ def code_chunk(policy: Any, prepared: dict[str, Any], noise: Tensor) -> Tensor:
     return torch.cat(chunks)
 
 
-def xvla_chunk(policy: Any, prepared: dict[str, Any], noise: Tensor) -> Tensor:
-    """Return X-VLA's chunk from ``noise [B, T, model width]``, which its own ``predict_action_chunk`` ignores."""
-    flow, inputs = policy.model, policy._build_model_inputs(prepared)
-    images, tokens, mask, domain = (inputs[name] for name in ("image_input", "input_ids", "image_mask", "domain_id"))
-    noise, proprio = noise.to(flow._get_target_dtype()), inputs["proprio"].to(flow._get_target_dtype())
-    encoded = flow.forward_vlm(tokens, images.to(noise.dtype), mask)
+def xvla_chunk(policy: Any, prepared: Mapping[str, Any], noise: Tensor, count: int) -> Tensor:
+    """Return X-VLA's chunks from ``noise [B * count, T, model width]``, which its ``predict_action_chunk`` ignores."""
+    flow, inputs = policy.model, policy._build_model_inputs(dict(prepared))
+    noise = noise.to(flow._get_target_dtype())
+    encoded = flow.forward_vlm(inputs["input_ids"], inputs["image_input"].to(noise.dtype), inputs["image_mask"])
+    encoded |= {"domain_id": inputs["domain_id"], "proprio": inputs["proprio"].to(noise.dtype)}
+    encoded = {name: values.repeat_interleave(count, 0) for name, values in encoded.items()}
+    proprio = encoded.pop("proprio")
     num_steps = max(1, int(policy.config.num_denoising_steps))
     actions = torch.zeros_like(noise)
     for step in range(num_steps, 0, -1):
@@ -42,12 +60,16 @@ def xvla_chunk(policy: Any, prepared: dict[str, Any], noise: Tensor) -> Tensor:
         t = noise.new_full((len(noise),), step / num_steps)
         mixed = noise * t[:, None, None] + actions * (1 - t)[:, None, None]
         state, mixed = flow.action_space.preprocess(proprio, mixed)
-        actions = flow.transformer(domain_id=domain, action_with_noise=mixed, proprio=state, t=t, **encoded)
+        actions = flow.transformer(action_with_noise=mixed, proprio=state, t=t, **encoded)
     return flow.action_space.postprocess(actions)
 
 
-CHUNKS: dict[str, Callable[[Any, dict[str, Any], Tensor], Tensor]] = {"vqbet": code_chunk, "xvla": xvla_chunk}
-"""Chunk functions of policy types whose ``predict_action_chunk`` does not use ``noise``."""
+def _repeated(prepared: Mapping[str, Any], total: int, count: int) -> dict[str, Any]:
+    """Repeat each row's tensors ``count`` times, to ``total`` rows."""
+    return {
+        name: values.repeat_interleave(count, 0) if isinstance(values, Tensor) and len(values) * count == total else values
+        for name, values in prepared.items()
+    }
 
 
 def seeds_of(noise: Tensor) -> list[int]:

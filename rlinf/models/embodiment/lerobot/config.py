@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 from rlinf.errors import ConfigError
 from rlinf.files import Json
-from rlinf.models.embodiment.lerobot.contents import CONFIG, read_typed
+from rlinf.models.embodiment.lerobot.contents import CONFIG, PACK, PIPELINE, groot_base, read_typed
 from rlinf.models.embodiment.plain_policy import PlainConfig
 from rlinf.models.loading import check_choice, field_error, read_json
 from rlinf.options import override_text
@@ -17,9 +17,9 @@ CHUNK_FIELDS = ("chunk_size", "horizon", "action_chunk_size")
 """Names of the field with the number of actions predicted per pass."""
 STEP_FIELDS = ("n_action_steps", "action_chunk_size")
 """Names of the field with the number of actions executed before the next pass."""
-RESIZING = ("smolvla", "pi0", "pi05", "pi0_fast")
+RESIZING = ("smolvla", "pi0", "pi05", "pi0_fast", "groot")
 """Policy types that always resize images themselves."""
-SUPPORTED = ("act", "diffusion", "vqbet", "smolvla", "pi0", "pi05", "pi0_fast", "xvla")
+SUPPORTED = ("act", "diffusion", "vqbet", "smolvla", "pi0", "pi05", "pi0_fast", "xvla", "groot")
 ACTION_SPACES = {"auto": None, "ee6d": 20, "joint": 14, "agibot_ee6d": 20, "franka_joint7": 20, "so101_bimanual": 20}
 """X-VLA's action spaces and the number of actions that its transformer predicts; None is ``max_action_dim``."""
 
@@ -72,6 +72,8 @@ class LerobotConfig(PlainConfig):
     def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> Self:
         """Read lerobot's ``config.json``, ignoring fields that the adapter does not need."""
         values = read_typed(Path(folder) / "config.json", CONFIG)
+        if values.get("type") == "groot":
+            values |= _groot_values(Path(folder), values)
         names = ("input_features", "output_features", "normalization_mapping")
         known = {name: values[name] for name in names if name in values}
         chunk = next((values[name] for name in CHUNK_FIELDS if values.get(name)), 1)
@@ -165,12 +167,25 @@ def short_name(feature: str) -> str:
     return feature.rpartition(".")[2]
 
 
+def _groot_values(folder: Path, values: Mapping[str, Any]) -> Json:
+    """Return what GR00T's ``config.json`` does not state: how its steps normalise, its trained horizon, its base's sizes."""
+    file, base = folder / "policy_preprocessor.json", groot_base(folder, values.get("base_model_path"))
+    steps = read_typed(file, PIPELINE)["steps"] if file.is_file() else []
+    packing: Json = next((step.get("config") or {} for step in steps if step["registry_name"] == PACK), {})
+    trained = packing.get("valid_action_horizon") or values.get("chunk_size", 40)
+    counts = {name: min(values.get(name, 40), trained) for name in ("chunk_size", "n_action_steps")}
+    sizes = {"action_horizon": base.get("action_horizon", 40), "model_action_dim": base.get("max_action_dim", 132)}
+    return {**counts, **sizes, "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MIN_MAX", "ACTION": "MIN_MAX"}}
+
+
 def _noise_shape(values: Mapping[str, Any], action_dim: int) -> list[int] | None:
     """Return the shape of the initial noise (or seed, for a policy that samples codes), or None without noise."""
     if values.get("horizon"):
         return [values["horizon"], action_dim]
     if "vqvae_n_embed" in values:
         return [1]
+    if values.get("type") == "groot":
+        return [values["action_horizon"], values["model_action_dim"]]
     if values.get("type") == "xvla":
         mode = str(values.get("action_mode")).lower()
         check_choice("action_mode", mode, list(ACTION_SPACES))

@@ -18,9 +18,15 @@ from rlinf.models.loading import LARGEST_FILE, read_json
 if TYPE_CHECKING:
     from rlinf.models.embodiment.lerobot.config import LerobotConfig
 
-PIPELINES = {"policy_preprocessor.json": "normalizer_processor", "policy_postprocessor.json": "unnormalizer_processor"}
+PACK, ENCODE = "groot_n1_7_pack_inputs_v1", "groot_n1_7_vlm_encode_v1"
+UNPACK, DECODE = "groot_action_unpack_unnormalize_v2", "groot_n1_7_action_decode_v1"
+PIPELINES = {
+    "policy_preprocessor.json": ("normalizer_processor", PACK),
+    "policy_postprocessor.json": ("unnormalizer_processor", UNPACK, DECODE),
+}
+"""The steps that normalise, by file; those of GR00T do so between minimum and maximum."""
 STEPS = (
-    *PIPELINES.values(), "rename_observations_processor", "to_batch_processor", "device_processor", "tokenizer_processor",
+    *(name for names in PIPELINES.values() for name in names), ENCODE, "rename_observations_processor", "to_batch_processor", "device_processor", "tokenizer_processor",
     "action_tokenizer_processor", "smolvla_new_line_processor", "pi0_new_line_processor", "absolute_actions_processor",
     "pi05_prepare_state_tokenizer_processor_step", "pi0_fast_prepare_state_tokenizer_processor_step",
     "relative_actions_processor", "observation_processor", "image_crop_resize_processor", "xvla_image_scale",
@@ -29,7 +35,8 @@ STEPS = (
 """Registered steps of the supported types. Steps not listed here load models by name, some of them with code."""
 NAMES = {
     **dict.fromkeys(("tokenizer_name", "text_tokenizer_name", "paligemma_tokenizer_name"), "tokenizer"),
-    "vlm_model_name": "vlm",
+    **dict.fromkeys(("vlm_model_name", "base_model_path"), "vlm"),
+    "model_name": "tokenizer",
     "action_tokenizer_name": None,
 }
 """Fields that name a tokenizer or model, and the field in ``LerobotConfig`` that overrides each one."""
@@ -42,6 +49,8 @@ CONFIG = {
     **{f"{name}?": int for name in COUNTS},
 }  # fmt: skip
 OPTIONS = {"features?": FEATURES, "norm_map?": {"*": str}, "rename_map?": {"*": str}, "stats?": {"*": {"*": object}}}
+OPTIONS |= {"modality_config?": {}, "raw_stats?": {}, "embodiment_mapping?": {}, "video_modality_keys?": [str]}
+OPTIONS |= {"valid_action_horizon?": int}
 PIPELINE = {"steps": [{"registry_name?": str, "config?": OPTIONS | TEXTS, "state_file?": str}]}
 """Types of the entries that are read; ``?`` marks entries that may be absent or null, and ``*`` matches any name."""
 
@@ -142,10 +151,30 @@ def _tokenizer_findings(
             fix = fix if field else f"run `hf download {name}`, if you trust its code"
             part = key if field == "vlm" else "tokenizer"
             yield Finding(part, f"'{name:.80}' ({key} of {file}) is not on this machine", fix)
-        elif not given and os.path.isdir(place):
+        elif not given and (place := _stored_at(place, key)) is not None:
             for path in (*Path(place).glob("*config.json"), *Path(place).glob("*/*config.json")):
                 if "auto_map" in str(read_json(path)):
                     yield Finding(file, f"names '{name:.80}' ({key}), which contains code ({path})", "remove auto_map")
+
+
+def _stored_at(place: str, key: str) -> str | None:
+    """Return the folder of a named part, in the hub's cache only if lerobot would run code there without asking."""
+    return place if os.path.isdir(place) else cached_folder(place) if key in ("model_name", "base_model_path") else None
+
+
+def cached_folder(name: str) -> str | None:
+    """Return the folder of a model in the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    files = [try_to_load_from_cache(name, file) for file in ("config.json", "tokenizer_config.json")]
+    return next((str(Path(file).parent) for file in files if isinstance(file, str)), None)
+
+
+def groot_base(folder: Path, name: str | None) -> Json:
+    """Return the ``config.json`` of a GR00T folder's base, or an empty object if the base is not on this machine."""
+    place = local_tokenizer(folder, name) if name else None
+    path = Path((place if place is None or os.path.isdir(place) else cached_folder(place)) or "", "config.json")
+    return read_json(path) if place and path.is_file() else {}
 
 
 def local_tokenizer(folder: Path, name: str) -> str | None:

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from rlinf.errors import CheckpointError, MissingDependencyError
 from rlinf.models.embodiment.folder_policy import write_safetensors
-from rlinf.models.embodiment.lerobot.chunks import CHUNKS, flow_chunk, seeds_of
+from rlinf.models.embodiment.lerobot.chunks import FlowPrefix, code_chunk, flow_chunk, seeds_of, xvla_chunk
 from rlinf.models.embodiment.lerobot.config import ACTION, PROMPT, LerobotConfig
-from rlinf.models.embodiment.lerobot.contents import Finding, local_tokenizer
+from rlinf.models.embodiment.lerobot.contents import ENCODE, Finding, cached_folder, groot_base, local_tokenizer
 from rlinf.models.embodiment.lerobot.folder import WEIGHTS, compare_weights, reject_folder
+from rlinf.models.embodiment.lerobot.groot import groot_chunk, groot_prefix, groot_velocity, load_class
+from rlinf.models.embodiment.modules.readout_token import masked_mean
 from rlinf.models.loading import read_json
 
 FEATURES: dict[str, tuple[str, str]] = {
@@ -32,8 +34,11 @@ FEATURES: dict[str, tuple[str, str]] = {
     "pi05": ("model.paligemma_with_expert.paligemma.model.language_model.norm", "batch first"),
     "pi0_fast": ("model.paligemma_with_expert.paligemma.model.language_model.norm", "batch first"),
     "xvla": ("model.transformer.vlm_proj", "batch first"),
+    "groot": ("_groot_model.action_head.model", "encoder_hidden_states"),
 }
 """Maps policy types to the module whose output (or argument), averaged over positions, is used as an actor's features."""
+CHUNKS: dict[str, Callable[..., Tensor]] = {"vqbet": code_chunk, "xvla": xvla_chunk, "groot": groot_chunk}
+"""Chunk functions of policy types whose ``predict_action_chunk`` does not use ``noise``."""
 
 
 class RunnerOutput(NamedTuple):
@@ -41,14 +46,6 @@ class RunnerOutput(NamedTuple):
 
     chunks: np.ndarray
     features: np.ndarray
-
-
-class FlowPrefix(NamedTuple):
-    """The part of a SmolVLA pass common to all denoising steps: states ``[B, P, W]``, their mask and key-value cache."""
-
-    mask: Tensor
-    cache: Any
-    states: Tensor
 
 
 class LocalRunner:
@@ -91,9 +88,12 @@ class LocalRunner:
             ) from error
         try:
             config = PreTrainedConfig.from_pretrained(self.folder, cli_overrides=["--device=cpu"])
-            for name, value in self._overrides(config).items():
+            fields = self._overrides(config)
+            for name, value in fields.items():
                 setattr(config, name, value)
             policy_class = get_policy_class(config.type)
+            if config.type == "groot":
+                policy_class = load_class(policy_class, self.folder, groot_base(self.folder, fields["base_model_path"]))
             let_masks_take_positions()
             policy = policy_class.from_pretrained(str(self.folder), config=config)
             overrides = self._step_overrides()
@@ -125,6 +125,10 @@ class LocalRunner:
         if hasattr(config, "vlm_model_name"):
             name = self.config.vlm or config.vlm_model_name
             fields |= {"vlm_model_name": local_tokenizer(self.folder, name) or name, "load_vlm_weights": False}
+        if hasattr(config, "base_model_path"):
+            name = self.config.vlm or config.base_model_path
+            place = local_tokenizer(self.folder, name) or name
+            fields["base_model_path"] = cached_folder(place) or place if not Path(place).is_dir() else place
         for name in ("text_tokenizer_name", "action_tokenizer_name"):
             if hasattr(config, name):
                 fields[name] = self._tokenizer(name, getattr(config, name))
@@ -140,10 +144,12 @@ class LocalRunner:
             name, options = step.get("registry_name"), step.get("config") or {}
             if name == "device_processor":
                 overrides[name] = {"device": "cpu"}
-            names = ("tokenizer_name", "action_tokenizer_name", "paligemma_tokenizer_name")
+            if name == ENCODE:
+                overrides[name] = {"device": "cpu"}
+            names = ("tokenizer_name", "model_name", "action_tokenizer_name", "paligemma_tokenizer_name")
             places = {key: self._tokenizer(key, options[key]) for key in names if options.get(key)}
             if places:
-                overrides[name] = places
+                overrides[name] = overrides.get(name, {}) | places
         return overrides
 
     def _tokenizer(self, field: str, name: str) -> str:
@@ -174,14 +180,11 @@ class LocalRunner:
         """
         rows = len(batch[PROMPT])
         count = 1 if noise is None else noise.shape[1]
-        prepared = {
-            name: value.repeat_interleave(count, 0) if isinstance(value, Tensor) and len(value) == rows else value
-            for name, value in self._prepared(batch).items()
-        }
+        prepared = self._prepared(batch)
         given = self._noise(rows * count, None if noise is None else torch.from_numpy(noise).flatten(0, 1))
         module = FEATURES[self.config.policy_type]
         with self._lock, captured_states(self.policy, *module) as states, seeded_steps(self.policy, given):
-            chunk = CHUNKS.get(self.config.policy_type, flow_chunk)(self.policy, prepared, given)
+            chunk = CHUNKS.get(self.config.policy_type, flow_chunk)(self.policy, prepared, given, count)
         chunks = self._after_each(chunk).cpu().unflatten(0, (rows, count)).numpy()
         return RunnerOutput(chunks, torch.cat(states)[: rows * count : count].float().cpu().numpy())
 
@@ -197,9 +200,11 @@ class LocalRunner:
             return self.policy(prepared)[0]
 
     def prefix(self, batch: Mapping[str, Any]) -> FlowPrefix:
-        """Run a ``batch`` as in ``run`` through a SmolVLA's prefix, the first half of its ``sample_actions``, with gradients."""
+        """Run a ``batch`` as in ``run`` through the prefix of a GR00T or SmolVLA (the first half of ``sample_actions``), with gradients."""
         from lerobot.policies.smolvla.modeling_smolvla import make_att_2d_masks
 
+        if self.config.policy_type == "groot":
+            return groot_prefix(self.policy, self._prepared(batch))
         policy, flow = self.policy, self.policy.model
         prepared = policy._prepare_batch(self._prepared(batch))
         tokens = (prepared[f"observation.language.{part}"] for part in ("tokens", "attention_mask"))
@@ -212,13 +217,15 @@ class LocalRunner:
         return FlowPrefix(mask, cache, states[0])
 
     def velocity(self, prefix: FlowPrefix, x: Tensor, t: Tensor) -> Tensor:
-        """Return a SmolVLA's velocity at ``x [B, H, D]`` and ``t [B]`` (1 is noise), with gradients."""
+        """Return the velocity of a SmolVLA or GR00T at ``x [B, H, D]`` and ``t [B]`` (1 is noise), with gradients."""
+        if self.config.policy_type == "groot":
+            return groot_velocity(self.policy, prefix, x, t).float()
         return self.policy.model.denoise_step(prefix.mask, prefix.cache, x, t.float())
 
     def unnormalized(self, chunk: Tensor) -> Tensor:
         """Convert a flow's normalised actions ``[B, T, D]``, including padding, to the folder's units in float32."""
         chunk = chunk[..., : self.config.action_dim]
-        if self.policy.config.adapt_to_pi_aloha:
+        if getattr(self.policy.config, "adapt_to_pi_aloha", False):
             chunk = self.policy._pi_aloha_encode_actions(chunk)
         return self._after_each(chunk)
 
@@ -281,7 +288,11 @@ def captured_states(policy: nn.Module, name: str, where: str) -> Iterator[list[T
 
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         states = kwargs[where] if where in kwargs else output[0] if isinstance(output, tuple) else output
-        captured.append(states if states.ndim == 2 else states.float().mean(0 if where == "sequence first" else 1))
+        if states.ndim == 3:
+            # Only GR00T's prompts are padded.
+            mask = kwargs.get("backbone_attention_mask")
+            states = states.float().mean(0) if where == "sequence first" else masked_mean(states, mask)
+        captured.append(states)
 
     handle = policy.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
     try:

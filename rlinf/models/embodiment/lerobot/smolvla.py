@@ -14,7 +14,7 @@ from rlinf.models.embodiment.flow_policy import FlowPolicy
 from rlinf.models.embodiment.folder_policy import write_safetensors
 from rlinf.models.embodiment.lerobot.config import LerobotConfig
 from rlinf.models.embodiment.lerobot.policy import LerobotPolicy, batch_of, numbers
-from rlinf.models.embodiment.lerobot.runner import FlowPrefix
+from rlinf.models.embodiment.lerobot.chunks import FlowPrefix
 from rlinf.models.embodiment.modules.readout_token import masked_mean
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.loading import check_choice, field_error, read_json

@@ -39,6 +39,8 @@ pytestmark = [
 HERE = pytest.mark.skipif(not runs_here(), reason="lerobot does not import in this Python")
 DRAWING = ("xvla", "groot")
 """Types whose own class takes no noise, and draws it by torch.randn."""
+LAST = {"smolvla": "model.action_out_proj", "groot": "_groot_model.action_head.action_decoder.layer2"}
+"""The layer that predicts the velocity."""
 
 
 class Folders(dict):
@@ -523,12 +525,13 @@ def test_weights_that_stay_as_they_are_are_not_cloned(folders: Folders) -> None:
 
 @HERE
 @pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("kind", ["smolvla", "groot"])
 def test_a_flow_is_scored_as_it_was_sampled_and_without_noise_is_lerobots(
-    joint: bool, folders: Folders, tmp_path: Path
+    kind: str, joint: bool, folders: Folders, tmp_path: Path
 ) -> None:
     """Log-probabilities are the Gaussians of lerobot's own velocities, written out; a row does not depend on the others."""
     settings = {"joint_logprob": joint, "noise_level": 0.3}
-    own = section(folders["smolvla"], model_type="smolvla")
+    own = section(folders[kind], model_type=kind)
     model = build_policy({"model": own}, settings)
     inputs = model.preprocess(observation())
     uniforms = torch.rand(3, model.num_uniforms, generator=torch.Generator().manual_seed(3))
@@ -542,14 +545,13 @@ def test_a_flow_is_scored_as_it_was_sampled_and_without_noise_is_lerobots(
     horizon, width, num_steps = *model.flow_shape, model.config.num_steps
     chain = acted.sequences[:, :-1].unflatten(1, (num_steps + 1, horizon, width))
     step, terms = acted.sequences[:, -1].long(), []
-    with torch.no_grad():
-        prefix = model.encode_prefix(**inputs)
-        for index in range(num_steps):
-            t, d = 1 - index / num_steps, 1 / num_steps
-            x, velocity = chain[:, index], model.velocity(prefix, None, chain[:, index], torch.full((3,), t))[0]
-            s = 0.3 * (t / (1 - min(t, 1 - d))) ** 0.5
-            mean = x - velocity * d - s**2 * d / (2 * t) * (x + (1 - t) * velocity)
-            terms.append(torch.distributions.Normal(mean, s * d**0.5).log_prob(chain[:, index + 1]))
+    prefix = model.encode_prefix(**inputs)
+    for index in range(num_steps):
+        t, d = 1 - index / num_steps, 1 / num_steps
+        x, velocity = chain[:, index], model.velocity(prefix, None, chain[:, index], torch.full((3,), t))[0]
+        s = 0.3 * (t / (1 - min(t, 1 - d))) ** 0.5
+        mean = x - velocity * d - s**2 * d / (2 * t) * (x + (1 - t) * velocity)
+        terms.append(torch.distributions.Normal(mean, s * d**0.5).log_prob(chain[:, index + 1]))
     if joint:
         first = torch.distributions.Normal(0.0, 1.0).log_prob(chain[:, 0])
         expected = torch.stack([first, *terms], 1).mean(1)
@@ -557,16 +559,21 @@ def test_a_flow_is_scored_as_it_was_sampled_and_without_noise_is_lerobots(
         expected = torch.stack(terms, 1)[torch.arange(3), step]
     expected = expected[:, : model.action_chunks_len, :ACTIONS].flatten(1)
     torch.testing.assert_close(scored.logprobs, expected, rtol=1e-4, atol=1e-4)
+    weight = next(model.policy.get_submodule(LAST[kind]).parameters())
+    gradients = [torch.autograd.grad(each.sum(), weight, retain_graph=True)[0] for each in (scored.logprobs, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
+    assert float(gradients[0].abs().max()) > 1e-2
 
-    frozen = build_policy({"model": section(folders["smolvla"])})
+    frozen = build_policy({"model": section(folders[kind])})
     greedy = [each.predict_action_batch(do_sample=False, **inputs).actions for each in (model, frozen)]
     torch.testing.assert_close(*greedy, rtol=0, atol=1e-6)
 
     scored.logprobs.sum().backward()
     learns = {name for name, each in model.named_parameters() if each.grad is not None and float(each.grad.abs().max())}
-    assert any("action_out_proj" in name for name in learns) and not any(".vlm." in name for name in learns)
+    last, vlm = LAST[kind], model.vlm_name
+    assert any(last in name for name in learns) and not any(vlm in name for name in learns)
     with torch.no_grad():
-        for module in (model.value_head, model.policy.model.action_out_proj):
+        for module in (model.value_head, model.policy.get_submodule(last)):
             next(module.parameters()).add_(0.1)
     changed = model.predict_action_batch(uniforms=uniforms, **inputs)
     model.save_pretrained(tmp_path / "out")

@@ -25,7 +25,7 @@ from rlinf.models.sampling import draw_uniforms, standard_normal
 from rlinf.types import ActionEvaluation, ActionPrediction, BaseActions, EnvSpec, Observation
 
 INSTEAD = "model=openvla_tiny model.model_path=null"
-TRAINED = {"smolvla": "model=smolvla"}
+TRAINED = {"smolvla": "model=smolvla", "groot": "model=groot"}
 """Maps policy types to the model type that supports training with policy gradients."""
 FAR = 5.0
 """Distance from the middle of an env's bounds, in half-widths, beyond which demonstrated actions are implausible."""
@@ -136,7 +136,9 @@ class LerobotPolicy(ActionModel, nn.Module):
         self.state_range = self._range(config.states, "policy_preprocessor.json", config.state_scale)
         # A policy in a separate interpreter can act, but not be trained.
         if config.trained and isinstance(self._runner, LocalRunner):
-            self.policy = self._runner.policy.requires_grad_(True)
+            self.policy = self._runner.policy
+            for name, weight in self.policy.named_parameters():
+                weight.requires_grad_(name not in self._runner.frozen)
 
     @property
     def runner(self) -> LocalRunner | WorkerRunner:

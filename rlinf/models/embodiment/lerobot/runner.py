@@ -20,7 +20,7 @@ from rlinf.models.embodiment.folder_policy import write_safetensors
 from rlinf.models.embodiment.lerobot.chunks import FlowPrefix, code_chunk, flow_chunk, seeds_of, xvla_chunk
 from rlinf.models.embodiment.lerobot.config import ACTION, PROMPT, LerobotConfig
 from rlinf.models.embodiment.lerobot.contents import ENCODE, Finding, cached_folder, groot_base, local_tokenizer
-from rlinf.models.embodiment.lerobot.folder import WEIGHTS, compare_weights, reject_folder
+from rlinf.models.embodiment.lerobot.folder import EMBODIMENT_STEPS, WEIGHTS, compare_weights, reject_folder
 from rlinf.models.embodiment.lerobot.groot import groot_chunk, groot_prefix, groot_velocity, load_class
 from rlinf.models.embodiment.modules.readout_token import masked_mean
 from rlinf.models.loading import read_json
@@ -60,6 +60,9 @@ class LocalRunner:
         findings = compare_weights(self.folder, self.policy.state_dict())
         if findings:
             raise CheckpointError(f"The policy in {folder} would act blindly: {findings[0]}")
+        # SmolVLA's flags are not followed: model=lerobot trains all of its weights.
+        follows = config.policy_type in EMBODIMENT_STEPS
+        self.frozen = {name for name, x in self.policy.named_parameters() if follows and not x.requires_grad}
         self.policy.requires_grad_(False)
         self.device = torch.device("cpu")
         # Hooks, generators and rows being processed are stored in the policy, so only one thread may run it at a time.

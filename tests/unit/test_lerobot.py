@@ -1,6 +1,7 @@
 """Policies of lerobot act here as their own classes do; in this process, or in an interpreter of their own."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,6 +52,8 @@ class Folders(dict):
         self.place = place
 
     def __missing__(self, kind: str) -> Path:
+        if kind == "groot" and subprocess.run([PYTHON, "-c", "import tree"], capture_output=True).returncode != 0:
+            pytest.skip("the Python with lerobot has no dm-tree, which GR00T needs: bash scripts/setup.sh --lerobot installs it")
         if runs_here():
             self[kind] = make(kind, self.place / kind)
             return self[kind]
@@ -163,6 +166,20 @@ def test_an_own_interpreter_is_the_same_policy(apart, folders: Folders) -> None:
         here = build_policy({"model": section(folders["act"])}).propose(inputs, 3)
         torch.testing.assert_close(found.chunks, here.chunks, rtol=0, atol=1e-6)
         torch.testing.assert_close(found.features, here.features, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["xvla", "groot"])
+def test_types_with_embodiments_act_in_an_own_interpreter(kind: str, folders: Folders) -> None:
+    """As in this process where lerobot imports; elsewhere by their noise, which gives other chunks."""
+    found = build_policy({"model": section(folders[kind], interpreter=PYTHON)})
+    inputs = found.preprocess(observation())
+    proposed = found.propose(inputs, 2)
+    assert proposed.chunks.shape == (3, 2, 4, ACTIONS) and bool(torch.isfinite(proposed.chunks).all())
+    assert float((proposed.chunks[:, 0] - proposed.chunks[:, 1]).abs().max()) > 1e-4
+    if runs_here():
+        here = build_policy({"model": section(folders[kind])}).propose(inputs)
+        torch.testing.assert_close(proposed.chunks[:, :1], here.chunks, rtol=0, atol=1e-6)
+        torch.testing.assert_close(proposed.features, here.features, rtol=0, atol=1e-6)
 
 
 def test_a_killed_interpreter_costs_one_restart_and_no_answer(apart, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,6 +485,41 @@ def test_a_flow_is_steered_by_its_noise(kind: str, folders: Folders) -> None:
     torch.testing.assert_close(found.sample(uniforms), found.chunks[:, 1:], rtol=0, atol=1e-6)
     assert float((found.chunks[:, 1] - found.chunks[:, 2]).abs().max()) > 1e-4
     assert float((found.features[0] - found.features[1]).abs().max()) > 1e-5
+
+
+@HERE
+@pytest.mark.parametrize("kind", ["xvla", "groot"])
+def test_a_row_does_not_depend_on_longer_prompts_in_its_batch(kind: str, folders: Folders) -> None:
+    """A row acts alone as among others; lerobot's own GR00T attends to the padding of its prompt (the control)."""
+    model = build_policy({"model": section(folders[kind])})
+    rows = observation()
+    rows.instruction[1:] = ["push the green cube in the zone", "stand still"]
+    together = model.propose(model.preprocess(rows))
+    alone = model.propose(model.preprocess(rows.select([2])))
+    torch.testing.assert_close(together.chunks[2:], alone.chunks, rtol=0, atol=1e-6)
+    torch.testing.assert_close(together.features[2:], alone.features, rtol=0, atol=1e-6)
+    assert float((together.features[2] - together.features[1]).abs().max()) > 1e-4
+    if kind == "groot":
+        policy, before, _ = theirs(folders[kind])
+        states = []
+        for given in (rows, rows.select([2])):
+            inputs = policy._filter_groot_inputs(before(theirs_of(given)), include_action=False)
+            observed, acting = policy._groot_model.prepare_input(inputs)
+            with torch.no_grad():
+                encoded = policy._groot_model.action_head._encode_features(policy._groot_model.backbone(observed), acting)
+            states.append(encoded.backbone_features[-1, -1])
+        assert float((states[0] - states[1]).abs().max()) > 1e-4
+
+
+@HERE
+def test_the_domain_of_the_folder_chooses_the_soft_prompt(folders: Folders, tmp_path: Path) -> None:
+    folder = tmp_path / "other"
+    shutil.copytree(folders["xvla"], folder)
+    file = folder / "policy_preprocessor.json"
+    file.write_text(file.read_text().replace('"domain_id": 0', '"domain_id": 2'))
+    found = [build_policy({"model": section(each)}) for each in (folders["xvla"], folder)]
+    first, second = (each.predict_action_batch(do_sample=False, **each.preprocess(observation())).actions for each in found)
+    assert float((first - second).abs().max()) > 1e-3
 
 
 @HERE

@@ -50,7 +50,8 @@ CONFIG = {
 }  # fmt: skip
 OPTIONS = {"features?": FEATURES, "norm_map?": {"*": str}, "rename_map?": {"*": str}, "stats?": {"*": {"*": object}}}
 OPTIONS |= {"modality_config?": {}, "raw_stats?": {}, "embodiment_mapping?": {}, "video_modality_keys?": [str]}
-OPTIONS |= {"valid_action_horizon?": int}
+OPTIONS |= {"valid_action_horizon?": int, "embodiment_tag?": str}
+BASE = {"model_type?": str, "model_name?": str, "action_horizon?": int, "max_action_dim?": int}
 PIPELINE = {"steps": [{"registry_name?": str, "config?": OPTIONS | TEXTS, "state_file?": str}]}
 """Types of the entries that are read; ``?`` marks entries that may be absent or null, and ``*`` matches any name."""
 
@@ -174,7 +175,7 @@ def groot_base(folder: Path, name: str | None) -> Json:
     """Return the ``config.json`` of a GR00T folder's base, or an empty object if the base is not on this machine."""
     place = local_tokenizer(folder, name) if name else None
     path = Path((place if place is None or os.path.isdir(place) else cached_folder(place)) or "", "config.json")
-    return read_json(path) if place and path.is_file() else {}
+    return read_typed(path, BASE) if place and path.is_file() else {}
 
 
 def local_tokenizer(folder: Path, name: str) -> str | None:

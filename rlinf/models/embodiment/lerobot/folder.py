@@ -187,7 +187,7 @@ def _pipeline_findings(folder: Path, config: LerobotConfig) -> Iterator[Finding]
         try:
             step = _step(folder, file)
             states[file] = _statistics(folder, step)
-        except (ValueError, TypeError, RuntimeError) as error:
+        except (ValueError, TypeError, RuntimeError, AttributeError) as error:
             problem = f"cannot be read ({type(error).__name__}: {error})"
             yield Finding(file, problem, "copy it again, together with its .safetensors")
             continue

@@ -65,7 +65,13 @@ def groot(folder: Path) -> dict[str, Any]:
     pixels = {"shortest_edge": 32 * 32, "longest_edge": 32 * 32}
     for processor in (Qwen2VLImageProcessor, Qwen3VLVideoProcessor):
         processor(patch_size=4, temporal_patch_size=2, merge_size=2, size=pixels).save_pretrained(folder / "vlm")
-    layers = {"num_attention_heads": 2, "attention_head_dim": 16, "positional_embeddings": None, "dropout": 0.0, "final_dropout": False}
+    layers = {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "positional_embeddings": None,
+        "dropout": 0.0,
+        "final_dropout": False,
+    }
     config = GR00TN17Config(
         model_name=str(folder / "vlm"), dtype="float32", model_dtype="float32", select_layer=2, backbone_embedding_dim=32,
         hidden_size=32, input_embedding_dim=32, max_state_dim=48, max_action_dim=8, action_horizon=8, max_seq_len=16,

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
-from lerobot_backbones import BACKBONES, localise  # noqa: E402
+from lerobot_backbones import BACKBONES, localise
 
 STATE, ENV_STATE = "observation.state", "observation.environment_state"
 SMALLEST_STD = 1e-6
@@ -22,7 +22,12 @@ SMALLEST_STD = 1e-6
 
 
 def write(
-    dataset: Path, folder: Path, kind: str = "act", state_width: int | None = None, backbone: str | None = None, **fields: Any
+    dataset: Path,
+    folder: Path,
+    kind: str = "act",
+    state_width: int | None = None,
+    backbone: str | None = None,
+    **fields: Any,
 ) -> Path:
     """Write the policy to ``folder``, which must not exist."""
     import json

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-from lerobot_backbones import BACKBONES, WORDS, localise, write_tokenizer  # noqa: E402
+from lerobot_backbones import BACKBONES, WORDS, localise, write_tokenizer
 
 SIZE, STATE, ACTIONS = 32, 4, 2
 """Pixels, and the widths of state and action: what `env=tabletop env.state=proprio env.image_size=32` has."""

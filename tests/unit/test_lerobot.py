@@ -23,10 +23,10 @@ from rlinf.models import build_policy
 from rlinf.models.embodiment.actor_policy import ActorPolicy
 from rlinf.models.embodiment.lerobot import check
 from rlinf.models.embodiment.lerobot import runner as runner_module
+from rlinf.models.embodiment.lerobot.chunks import seeds_of, xvla_chunk
 from rlinf.models.embodiment.lerobot.folder import compare_weights
 from rlinf.models.embodiment.lerobot.migrate import migrate
 from rlinf.models.embodiment.lerobot.policy import LerobotPolicy
-from rlinf.models.embodiment.lerobot.chunks import seeds_of
 from rlinf.models.embodiment.lerobot.runner import greedy_noise
 from rlinf.models.embodiment.lerobot.smolvla import SmolVLAConfig, SmolVLAPolicy
 from rlinf.models.embodiment.lerobot.worker import OWN_PLACE, VARIABLE, WorkerRunner, interpreter_for, runs_here
@@ -53,7 +53,9 @@ class Folders(dict):
 
     def __missing__(self, kind: str) -> Path:
         if kind == "groot" and subprocess.run([PYTHON, "-c", "import tree"], capture_output=True).returncode != 0:
-            pytest.skip("the Python with lerobot has no dm-tree, which GR00T needs: bash scripts/setup.sh --lerobot installs it")
+            pytest.skip(
+                "the Python with lerobot has no dm-tree, which GR00T needs: bash scripts/setup.sh --lerobot installs it"
+            )
         if runs_here():
             self[kind] = make(kind, self.place / kind)
             return self[kind]
@@ -90,9 +92,7 @@ def observation(rows: int = 3, seed: int = 0) -> Observation:
 
 @HERE
 @pytest.mark.parametrize("kind", ["act", "smolvla", "diffusion", "xvla", "groot"])
-def test_actions_are_those_of_lerobots_own_class(
-    kind: str, folders: Folders, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_actions_are_those_of_lerobots_own_class(kind: str, folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole chunk, with the same noise; channels in another order, or moments, give other actions."""
     model = build_policy({"model": section(folders[kind])})
     policy, before, after = theirs(folders[kind])
@@ -506,7 +506,9 @@ def test_a_row_does_not_depend_on_longer_prompts_in_its_batch(kind: str, folders
             inputs = policy._filter_groot_inputs(before(theirs_of(given)), include_action=False)
             observed, acting = policy._groot_model.prepare_input(inputs)
             with torch.no_grad():
-                encoded = policy._groot_model.action_head._encode_features(policy._groot_model.backbone(observed), acting)
+                encoded = policy._groot_model.action_head._encode_features(
+                    policy._groot_model.backbone(observed), acting
+                )
             states.append(encoded.backbone_features[-1, -1])
         assert float((states[0] - states[1]).abs().max()) > 1e-4
 
@@ -518,8 +520,28 @@ def test_the_domain_of_the_folder_chooses_the_soft_prompt(folders: Folders, tmp_
     file = folder / "policy_preprocessor.json"
     file.write_text(file.read_text().replace('"domain_id": 0', '"domain_id": 2'))
     found = [build_policy({"model": section(each)}) for each in (folders["xvla"], folder)]
-    first, second = (each.predict_action_batch(do_sample=False, **each.preprocess(observation())).actions for each in found)
+    first, second = (
+        each.predict_action_batch(do_sample=False, **each.preprocess(observation())).actions for each in found
+    )
     assert float((first - second).abs().max()) > 1e-3
+
+
+@HERE
+def test_actions_of_another_width_and_images_that_are_absent(tmp_path: Path) -> None:
+    """An action space of 20 numbers is refused for 2 actions; an image without a camera is padded by X-VLA itself."""
+    identity = dict.fromkeys(("VISUAL", "STATE", "ACTION"), "IDENTITY")
+    folder = make("xvla", tmp_path / "wide", action_mode="ee6d", normalization_mapping=identity)
+    with pytest.raises(CheckpointError, match="2 dimensions in config.json, but 20"):
+        build_policy({"model": section(folder)})
+    folder = make("xvla", tmp_path / "two", cameras=("front", "wrist"))
+    model = build_policy({"model": section(folder, override_config={"cameras": {"wrist": None}})})
+    policy, before, after = theirs(folder)
+    noise = greedy_noise(model.config.noise_shape).repeat(3, 1, 1)
+    expected = after(xvla_chunk(policy, before(theirs_of(observation())), noise, 1)[:, 0])
+    found = model.predict_action_batch(do_sample=False, **model.preprocess(observation())).actions[:, 0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    with pytest.raises(ConfigError, match="'observation.images.wrist' from a camera"):
+        build_policy({"model": section(folder)}).preprocess(observation())
 
 
 @HERE

@@ -151,7 +151,9 @@ def _with_backbone(folder: Path) -> Path:
 
 
 DECODED = {"modality_config": {"action": {"modality_keys": ["arm", "hand"]}}}
-DECODED["raw_stats"] = {"action": {"arm": {"min": [0.25] * 3, "max": [1.25] * 3}, "hand": {"min": [0.25], "max": [1.25]}}}
+DECODED["raw_stats"] = {
+    "action": {"arm": {"min": [0.25] * 3, "max": [1.25] * 3}, "hand": {"min": [0.25], "max": [1.25]}}
+}
 """Statistics of the groups of an embodiment's actions, equal to the flat ones."""
 
 

@@ -59,7 +59,9 @@ def test_a_new_folder_with_a_tiny_backbone_may_be_moved(kind: str, tmp_path: Pat
     image, values = "observation.images.front", {"observation.state": 3, "action": 2}
     known = {name: {"dtype": "float32", "shape": [width]} for name, width in values.items()}
     known[image] = {"dtype": "image", "shape": [32, 32, 3]}
-    numbers = {name: {"mean": [0.0] * n, "std": [1.0] * n, "min": [-1.0] * n, "max": [1.0] * n} for name, n in values.items()}
+    numbers = {
+        name: {"mean": [0.0] * n, "std": [1.0] * n, "min": [-1.0] * n, "max": [1.0] * n} for name, n in values.items()
+    }
     numbers[image] = {"mean": [[[0.5]]] * 3, "std": [[[0.5]]] * 3}
     (tmp_path / "meta").mkdir()
     (tmp_path / "meta" / "info.json").write_text(json.dumps({"features": known}))

@@ -67,7 +67,9 @@ def xvla_chunk(policy: Any, prepared: Mapping[str, Any], noise: Tensor, count: i
 def _repeated(prepared: Mapping[str, Any], total: int, count: int) -> dict[str, Any]:
     """Repeat each row's tensors ``count`` times, to ``total`` rows."""
     return {
-        name: values.repeat_interleave(count, 0) if isinstance(values, Tensor) and len(values) * count == total else values
+        name: values.repeat_interleave(count, 0)
+        if isinstance(values, Tensor) and len(values) * count == total
+        else values
         for name, values in prepared.items()
     }
 

@@ -38,7 +38,7 @@ class LerobotConfig(PlainConfig):
         noise_shape: Shape of a chunk's normal noise, or None if the policy samples none.
         width: Width of an actor's features, if the folder specifies it.
         resizes: Whether the policy resizes images itself, so any image size is accepted.
-        cameras: Env camera by image feature name; None uses cameras of equal names.
+        cameras: Env camera by image feature name; None uses cameras of equal names. X-VLA fills an image whose camera is None.
         state_scale, action_scale: Policy units per env unit, per dimension or for all, e.g. 57.29578 for degrees per radian.
         prompt: Instruction to use instead of the env's, or None.
         trained: Whether the weights are trained (`rlinf sft`) and thus model parameters; if not, only their digest is stored.
@@ -60,7 +60,7 @@ class LerobotConfig(PlainConfig):
     noise_shape: list[int] | None = None
     width: int = 1024
     resizes: bool = False
-    cameras: dict[str, str] | None = None
+    cameras: dict[str, str | None] | None = None
     state_scale: float | list[float] = 1.0
     action_scale: float | list[float] = 1.0
     prompt: str | None = None
@@ -107,8 +107,11 @@ class LerobotConfig(PlainConfig):
     @property
     def images(self) -> dict[str, Sequence[int]]:
         """Shapes ``[3, H, W]`` of image features by name, except empty ones that the policy fills itself."""
-        shapes = _shapes(self.input_features, "VISUAL")
-        return {name: shape for name, shape in shapes.items() if "empty_camera" not in name}
+        shapes, absent = (
+            _shapes(self.input_features, "VISUAL"),
+            [x for x, camera in (self.cameras or {}).items() if camera is None],
+        )
+        return {name: shapes[name] for name in shapes if "empty_camera" not in name and short_name(name) not in absent}
 
     @property
     def states(self) -> dict[str, int]:
@@ -131,7 +134,7 @@ class LerobotConfig(PlainConfig):
 
     def camera_of(self, cameras: Sequence[str]) -> dict[str, str]:
         """Map each image of the policy to an env camera; raise ConfigError unless exactly these are ``cameras``."""
-        given = self.cameras or {}
+        given = {part: camera for part, camera in (self.cameras or {}).items() if camera is not None}
         short = {name: short_name(name) for name in self.images}
         unknown = sorted(set(given) - set(short.values()))
         if unknown:

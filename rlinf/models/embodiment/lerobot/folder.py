@@ -145,7 +145,9 @@ def _embodiment_findings(folder: Path, values: Mapping[str, Any], config: Lerobo
         if name != STATE:
             yield Finding(name, f"is not read by {config.policy_type}", f"train with its values in {STATE}")
         elif width > values.get("max_state_dim", width):
-            yield Finding(name, f"has {width} dimensions, but only max_state_dim={values['max_state_dim']} are read", ANOTHER)
+            yield Finding(
+                name, f"has {width} dimensions, but only max_state_dim={values['max_state_dim']} are read", ANOTHER
+            )
     if config.policy_type == "groot" and steps:
         yield from groot_findings(folder, values, config.vlm, [short_name(name) for name in config.images])
     domain, count = steps.get("xvla_add_domain_id", {}).get("domain_id", 0), values.get("num_domains", 1)
@@ -217,9 +219,15 @@ def _normalizer_findings(
     settings = step["config"]
     if step["registry_name"] not in ("normalizer_processor", "unnormalizer_processor"):
         settings = {"features": {name: feature}, "norm_map": {feature["type"]: mode}}
-        ignored = [key for key, x in {"normalize_min_max": False, "use_relative_action": True}.items() if step["config"].get(key) is x]
+        ignored = [
+            key
+            for key, x in {"normalize_min_max": False, "use_relative_action": True}.items()
+            if step["config"].get(key) is x
+        ]
         if ignored:
-            yield Finding(name, f"has {ignored[0]}={step['config'][ignored[0]]} in {file}, which is not supported", retrain)
+            yield Finding(
+                name, f"has {ignored[0]}={step['config'][ignored[0]]} in {file}, which is not supported", retrain
+            )
             return
     listed = settings.get("features", {}).get(name)
     if listed is None:

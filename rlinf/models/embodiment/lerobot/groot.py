@@ -40,7 +40,9 @@ def groot_findings(folder: Path, values: Mapping[str, Any], base: str | None, im
     sizes = groot_base(folder, base or values.get("base_model_path"))
     fix = "set model.override_config.vlm=<the folder of nvidia/GR00T-N1.7-3B>"
     if sizes.get("model_type") != "Gr00tN1d7":
-        yield Finding("base_model_path", f"names a model of type {sizes.get('model_type')!r:.60}; expected Gr00tN1d7", fix)
+        yield Finding(
+            "base_model_path", f"names a model of type {sizes.get('model_type')!r:.60}; expected Gr00tN1d7", fix
+        )
     elif (backbone := sizes.get("model_name", BACKBONE)) != BACKBONE:
         place = Path(local_tokenizer(folder, str(backbone)) or "")
         if not (place / "config.json").is_file():
@@ -56,7 +58,9 @@ def groot_findings(folder: Path, values: Mapping[str, Any], base: str | None, im
     views = packing.get("video_modality_keys") or images
     if sorted(views) != sorted(images):
         problem = f"are {', '.join(images)}, but policy_preprocessor.json reads {', '.join(map(str, views))}"
-        yield Finding("input_features", f"{problem}; lerobot would drop or reorder them", "name the images alike in both")
+        yield Finding(
+            "input_features", f"{problem}; lerobot would drop or reorder them", "name the images alike in both"
+        )
 
 
 def decode_statistics(settings: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -67,7 +71,10 @@ def decode_statistics(settings: Mapping[str, Any]) -> dict[str, Tensor]:
     if not groups or any(name not in stored.get(group, {}) for group in groups for name in names):
         return {}
     ends = {"min": names[0], "max": names[1]}
-    return {f"action.{end}": torch.cat([torch.tensor(stored[group][x]).float() for group in groups]) for end, x in ends.items()}
+    return {
+        f"action.{end}": torch.cat([torch.tensor(stored[group][x]).float() for group in groups])
+        for end, x in ends.items()
+    }
 
 
 def load_class(policy_class: Any, folder: Path, sizes: Json) -> Any:
@@ -83,7 +90,14 @@ def load_class(policy_class: Any, folder: Path, sizes: Json) -> Any:
 
     class WithoutBase(policy_class):
         def _create_groot_model(self) -> Any:
-            tuned = ("tune_llm", "tune_visual", "tune_projector", "tune_diffusion_model", "tune_vlln", "tune_top_llm_layers")
+            tuned = (
+                "tune_llm",
+                "tune_visual",
+                "tune_projector",
+                "tune_diffusion_model",
+                "tune_vlln",
+                "tune_top_llm_layers",
+            )
             chosen = {name: getattr(self.config, name) for name in (*tuned, "use_flash_attention")}
             if self.config.num_inference_timesteps is not None:
                 chosen["num_inference_timesteps"] = self.config.num_inference_timesteps
@@ -153,10 +167,11 @@ def groot_chunk(policy: Any, prepared: Mapping[str, Any], noise: Tensor, count: 
     head, prefix = policy._groot_model.action_head, groot_prefix(policy, prepared).repeated(count)
     if noise.shape[1:] != (head.action_horizon, head.action_dim):
         actual = f"{head.action_horizon} x {head.action_dim}"
-        raise ValueError(f"noise_shape is {list(noise.shape[1:])}, but the base's action_horizon x max_action_dim is {actual}")
+        raise ValueError(
+            f"noise_shape is {list(noise.shape[1:])}, but the base's action_horizon x max_action_dim is {actual}"
+        )
     num_steps, x = head.num_inference_timesteps, noise.to(prefix.states.dtype)
     for step in range(num_steps):
         t = x.new_full((len(x),), 1 - step / num_steps, dtype=torch.float64)
         x = x - groot_velocity(policy, prefix, x, t) * (1 / num_steps)
     return x[:, : policy.config.chunk_size, : policy.config.output_features["action"].shape[0]]
-

@@ -114,7 +114,12 @@ class LocalRunner:
         text = f"{type(error).__name__}: {error}"
         from lerobot import __version__
 
-        if "DecodingError" in type(error).__name__ or "not valid for" in text or "ProcessorStep" in text or "groot_n1_7" in text:
+        if (
+            "DecodingError" in type(error).__name__
+            or "not valid for" in text
+            or "ProcessorStep" in text
+            or "groot_n1_7" in text
+        ):
             newer = f"pip install --no-deps a newer lerobot than {__version__} into the Python that runs it"
             return f"{Finding('config.json', f'was written by a newer lerobot ({text[:300]})', newer)}"
         return f"{text[:600]}. Use the folder written by training, or set model.interpreter=<a Python with its lerobot>"

@@ -13,10 +13,10 @@ from rlinf.errors import ConfigError
 from rlinf.files import Json
 from rlinf.models.embodiment.flow_policy import FlowPolicy
 from rlinf.models.embodiment.folder_policy import write_safetensors
+from rlinf.models.embodiment.lerobot.chunks import FlowPrefix
 from rlinf.models.embodiment.lerobot.config import LerobotConfig
 from rlinf.models.embodiment.lerobot.contents import groot_base
 from rlinf.models.embodiment.lerobot.policy import LerobotPolicy, batch_of, numbers
-from rlinf.models.embodiment.lerobot.chunks import FlowPrefix
 from rlinf.models.embodiment.modules.readout_token import masked_mean
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.loading import check_choice, field_error, read_json

@@ -1,5 +1,6 @@
 """Policies of lerobot act here as their own classes do; in this process, or in an interpreter of their own."""
 
+import json
 import os
 import shutil
 import signal
@@ -527,10 +528,34 @@ def test_the_domain_of_the_folder_chooses_the_soft_prompt(folders: Folders, tmp_
 
 
 @HERE
+def test_groups_of_actions_have_their_own_statistics(folders: Folders, tmp_path: Path) -> None:
+    """The flat statistics, written as one group, give the same actions and range; others do not."""
+    shutil.copytree(folders["groot"], tmp_path / "groups")
+    plain = build_policy({"model": section(folders["groot"])})
+    learnt = plain.config.norm_stats["lerobot"]["action"]
+    expected = plain.predict_action_batch(do_sample=False, **plain.preprocess(observation())).actions
+    file = tmp_path / "groups" / "policy_postprocessor.json"
+    for low, equal in ((learnt["min"], True), ([each - 1 for each in learnt["min"]], False)):
+        action = {"modality_keys": ["arm"], "action_configs": [{}]}
+        settings = {"env_action_dim": ACTIONS, "modality_config": {"action": action}}
+        settings["raw_stats"] = {"action": {"arm": {"min": low, "max": learnt["max"]}}}
+        step = {"registry_name": "groot_n1_7_action_decode_v1", "config": settings}
+        file.write_text(json.dumps({"name": "policy_postprocessor", "steps": [step]}))
+        if not equal:  # both files would have to agree
+            with pytest.raises(CheckpointError, match="units"):
+                build_policy({"model": section(tmp_path / "groups")})
+            continue
+        model = build_policy({"model": section(tmp_path / "groups")})
+        found = model.predict_action_batch(do_sample=False, **model.preprocess(observation())).actions
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(model.action_range.half, plain.action_range.half, rtol=1e-6)
+
+
+@HERE
 def test_actions_of_another_width_and_images_that_are_absent(tmp_path: Path) -> None:
     """An action space of 20 numbers is refused for 2 actions; an image without a camera is padded by X-VLA itself."""
     identity = dict.fromkeys(("VISUAL", "STATE", "ACTION"), "IDENTITY")
-    folder = make("xvla", tmp_path / "wide", action_mode="ee6d", normalization_mapping=identity)
+    folder = make("xvla", tmp_path / "wide", action_mode="ee6d", max_state_dim=32, normalization_mapping=identity)
     with pytest.raises(CheckpointError, match="2 dimensions in config.json, but 20"):
         build_policy({"model": section(folder)})
     folder = make("xvla", tmp_path / "two", cameras=("front", "wrist"))

@@ -409,6 +409,7 @@ HARMFUL: dict[str, tuple[Callable[[Path], object], str]] = {
     "its name in escapes": (_tokenizer_with('{"\\u0061uto_map": {"AutoProcessor": "a/b--run.Run"}}', "vlm_model_name"), "auto_map"),
     "a tokenizer's configuration that is a folder": (lambda folder: (_tokenizer_with("")(folder), (folder / "words/tokenizer_config.json").mkdir()), "words"),
     "a tokenizer of the hub": (_set("config.json", "action_tokenizer_name", value="nobody/no-tokenizer"), "nobody/no-tokenizer"),
+    "a kernel of the hub": (_set("config.json", "florence_config", value={"text_config": {"_attn_implementation": "nobody/kernel"}}), "florence_config"),
     "statistics at an absolute path": (_state_elsewhere("{}/other.safetensors"), "other.safetensors"),
     "statistics above the folder": (_state_elsewhere("../other.safetensors"), "../other.safetensors"),
     "statistics by a link": (_linked(NORMALIZER, "other.safetensors"), NORMALIZER),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,12 +41,15 @@ NAMES = {
     "action_tokenizer_name": None,
 }
 """Fields that name a tokenizer or model, and the field in ``LerobotConfig`` that overrides each one."""
+CODE = re.compile(r"auto_map|attn_implementation['\"]: ['\"][^'\"]*/")
+"""Entries of a configuration for which transformers would load code: a module in the folder, or a kernel of a hub."""
 LARGEST_COUNT, LARGEST_SHAPE = 100_000, 10**8
 """Maximum width or number of steps, and maximum number of elements in a shape."""
 COUNTS = ("n_obs_steps", "chunk_size", "horizon", "action_chunk_size", "n_action_steps", "dim_model", "max_action_dim")
 FEATURES, TEXTS = {"*": {"type": str, "shape": [int]}}, {f"{name}?": str for name in NAMES}
 CONFIG = {
-    "input_features?": FEATURES, "output_features?": FEATURES, "normalization_mapping?": {"*": str}, **TEXTS,
+    "input_features?": FEATURES, "output_features?": FEATURES, "normalization_mapping?": {"*": str}, "florence_config?": {},
+    **TEXTS,
     **{f"{name}?": int for name in COUNTS},
 }  # fmt: skip
 OPTIONS = {"features?": FEATURES, "norm_map?": {"*": str}, "rename_map?": {"*": str}, "stats?": {"*": {"*": object}}}
@@ -118,6 +122,9 @@ def content_findings(folder: Path, config: LerobotConfig | None = None) -> Itera
                 yield from _state_findings(folder, file, step.get("state_file"))
                 yield from _tokenizer_findings(folder, file, step.get("config") or {}, config)
             yield from _tokenizer_findings(folder, file, values if wanted is CONFIG else {}, config)
+            parts = values.get("florence_config") or {}
+            if CODE.search(str([parts.get("vision_config"), parts.get("text_config")])):
+                yield Finding("florence_config", f"in {file} names code", "use a different folder")
         except CheckpointError as error:
             yield Finding(file, f"is not accepted: {error}", "use a different folder")
 

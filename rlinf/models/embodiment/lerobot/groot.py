@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from rlinf.files import Json
 from rlinf.models.embodiment.lerobot.chunks import FlowPrefix
-from rlinf.models.embodiment.lerobot.contents import PACK, Finding, groot_base, local_tokenizer
+from rlinf.models.embodiment.lerobot.contents import CODE, PACK, Finding, groot_base, local_tokenizer
 from rlinf.models.loading import read_json
 
 BACKBONE = "nvidia/Cosmos-Reason2-2B"
@@ -43,11 +43,13 @@ def groot_findings(folder: Path, values: Mapping[str, Any], base: str | None, im
         yield Finding(
             "base_model_path", f"names a model of type {sizes.get('model_type')!r:.60}; expected Gr00tN1d7", fix
         )
+    elif CODE.search(str(sizes)):
+        yield Finding("base_model_path", "names a base whose config.json contains code", fix)
     elif (backbone := sizes.get("model_name", BACKBONE)) != BACKBONE:
         place = Path(local_tokenizer(folder, str(backbone)) or "")
         if not (place / "config.json").is_file():
             yield Finding("model_name", f"'{backbone!s:.80}' of the base's config.json is not on this machine", fix)
-        elif re.search("auto_map|attn_implementation", str(read_json(place / "config.json"))):
+        elif CODE.search(str(read_json(place / "config.json"))):
             yield Finding("model_name", f"'{backbone!s:.80}' of the base's config.json contains code", fix)
     steps = read_json(folder / "policy_preprocessor.json")["steps"]
     packing: Json = next((step.get("config") or {} for step in steps if step.get("registry_name") == PACK), {})
@@ -55,7 +57,9 @@ def groot_findings(folder: Path, values: Mapping[str, Any], base: str | None, im
     if packing and tag not in known:
         problem = f"'{tag!s:.80}' is not in the embodiment_mapping of policy_preprocessor.json, so embodiment 0 is used"
         yield Finding("embodiment_tag", problem, f"write one of {', '.join(map(str, known))}")
-    views = packing.get("video_modality_keys") or images
+    # lerobot reads LIBERO's second camera by either name.
+    second = "image2" if "image2" in images else "wrist_image"
+    views = [second if x == "wrist_image" else x for x in packing.get("video_modality_keys") or images]
     if sorted(views) != sorted(images):
         problem = f"are {', '.join(images)}, but policy_preprocessor.json reads {', '.join(map(str, views))}"
         yield Finding(

@@ -12,7 +12,7 @@ SPECIAL = ["<pad>", "<unk>", "<bos>", "<eos>", "<image>", "<fake>", "<global>", 
 
 
 def write_tokenizer(folder: Path, **settings: Any) -> None:
-    """Write a tokenizer of whole words, with the special tokens that vision-language models read."""
+    """Write a tokenizer of complete words, with the special tokens that vision-language models read."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

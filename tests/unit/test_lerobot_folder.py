@@ -209,7 +209,7 @@ BLIND: dict[str, tuple[Callable[[Path], object], Callable[[Path], Path], str, st
     "GR00T in NVIDIA's format": (
         lambda folder: write(folder / "config.json", {"model_type": "Gr00tN1d7"}), make_groot, "config.json", "save_pretrained"
     ),
-    "a base of another version": (_set("base/config.json", "model_type", value="Gr00tN1d6"), make_groot, "base_model_path", "Gr00tN1d7"),
+    "a base of GR00T N1.6": (_set("base/config.json", "model_type", value="Gr00tN1d6"), make_groot, "base_model_path", "Gr00tN1d7"),
     "no base": (
         _set("config.json", "base_model_path", value="nobody/no-base"), make_groot, "base_model_path", "model.override_config.vlm"
     ),

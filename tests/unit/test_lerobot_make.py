@@ -52,7 +52,7 @@ def test_a_new_folder_of_a_dataset_without_pictures_splits_its_state(tmp_path: P
 
 @pytest.mark.parametrize("kind", ["xvla", "groot"])
 def test_a_new_folder_with_a_tiny_backbone_may_be_moved(kind: str, tmp_path: Path) -> None:
-    """It names its tokenizer and base by paths within it; a backbone of another name is rejected."""
+    """It names its tokenizer and base by paths within it; a backbone of a different name is rejected."""
     if kind == "groot":
         pytest.importorskip("tree", reason="GR00T needs dm-tree: bash scripts/setup.sh --lerobot installs it")
     write = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "make_lerobot_policy.py"))["write"]

@@ -25,7 +25,7 @@ PIPELINES = {
     "policy_preprocessor.json": ("normalizer_processor", PACK),
     "policy_postprocessor.json": ("unnormalizer_processor", UNPACK, DECODE),
 }
-"""The steps that normalise, by file; those of GR00T do so between minimum and maximum."""
+"""The steps that normalise, by file; GR00T's steps do so between minimum and maximum."""
 STEPS = (
     *(name for names in PIPELINES.values() for name in names), ENCODE, "rename_observations_processor", "to_batch_processor", "device_processor", "tokenizer_processor",
     "action_tokenizer_processor", "smolvla_new_line_processor", "pi0_new_line_processor", "absolute_actions_processor",

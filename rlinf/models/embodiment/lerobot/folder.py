@@ -25,7 +25,7 @@ NEEDED = {
 MIGRATE = "rlinf check-policy {0} migrate={0}_migrated"
 OLD_PARTS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
 """Name prefixes of statistics stored among the weights by old versions of lerobot."""
-ANOTHER = "use the folder written by training, or train again"
+DIFFERENT = "use the folder written by training, or train again"
 EMBODIMENT_STEPS = {
     "xvla": {
         "xvla_imagenet_normalize": "images are not normalised", "xvla_add_domain_id": "the soft prompt of domain 0 is used",
@@ -51,7 +51,7 @@ def check_folder(folder: str | Path, config: LerobotConfig | None = None) -> lis
             return harmful
         config = LerobotConfig.from_pretrained(folder) if config is None else config
     except (ConfigError, CheckpointError) as error:
-        return [Finding("config.json", f"cannot be used: {error}", ANOTHER)]
+        return [Finding("config.json", f"cannot be used: {error}", DIFFERENT)]
     faults = [*_ensembling(values), *_feature_findings(config), *_embodiment_findings(folder, values, config)]
     return faults or [*_weight_files(folder), *_pipeline_findings(folder, config)]
 
@@ -83,7 +83,7 @@ def compare_weights(folder: str | Path, state: Mapping[str, Tensor]) -> list[Fin
     problems = {"lacks weights of the policy:": missing, "contains weights that the policy lacks:": unexpected}
     for problem, names in {**problems, "was not loaded into": different}.items():
         if names:
-            return [Finding(WEIGHTS, f"{problem} {', '.join(names[:3])} ({len(names)})", ANOTHER)]
+            return [Finding(WEIGHTS, f"{problem} {', '.join(names[:3])} ({len(names)})", DIFFERENT)]
     return []
 
 
@@ -129,9 +129,9 @@ def _feature_findings(config: LerobotConfig) -> Iterator[Finding]:
             fix = f"write the shape as [3, {', '.join(map(str, list(shape)[:2]))}] and train with such images"
             yield Finding(name, f"has the shape {list(shape)}; expected [3, H, W], channels first", fix)
     if not config.images and not config.states:
-        yield Finding("input_features", "in config.json is empty, so the policy has no observations", ANOTHER)
+        yield Finding("input_features", "in config.json is empty, so the policy has no observations", DIFFERENT)
     if not config.action_dim:
-        yield Finding("output_features", "in config.json contains no action", ANOTHER)
+        yield Finding("output_features", "in config.json contains no action", DIFFERENT)
 
 
 def _embodiment_findings(folder: Path, values: Mapping[str, Any], config: LerobotConfig) -> Iterator[Finding]:
@@ -140,13 +140,13 @@ def _embodiment_findings(folder: Path, values: Mapping[str, Any], config: Lerobo
     needed = EMBODIMENT_STEPS.get(config.policy_type, {})
     for name, effect in needed.items() if steps else ():
         if name not in steps:
-            yield Finding(name, f"is missing from policy_preprocessor.json, so {effect}", ANOTHER)
+            yield Finding(name, f"is missing from policy_preprocessor.json, so {effect}", DIFFERENT)
     for name, width in config.states.items() if needed else ():
         if name != STATE:
             yield Finding(name, f"is not read by {config.policy_type}", f"train with its values in {STATE}")
         elif width > values.get("max_state_dim", width):
             yield Finding(
-                name, f"has {width} dimensions, but only max_state_dim={values['max_state_dim']} are read", ANOTHER
+                name, f"has {width} dimensions, but only max_state_dim={values['max_state_dim']} are read", DIFFERENT
             )
     if config.policy_type == "groot" and steps:
         yield from groot_findings(folder, values, config.vlm, [short_name(name) for name in config.images])

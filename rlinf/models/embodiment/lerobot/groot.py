@@ -22,7 +22,7 @@ PER_IMAGE, PER_TOKEN = ("pixel_values", "image_grid_thw"), ("input_ids", "attent
 
 
 def other_format(values: Mapping[str, Any]) -> Finding | None:
-    """Return a finding if a folder's ``config.json`` is of another GR00T version, or in NVIDIA's own format."""
+    """Return a finding if a folder's ``config.json`` is of GR00T N1.5 or N1.6, or in NVIDIA's own format."""
     model_type = str(values.get("model_type")).lower()
     if values.get("type") is None and model_type.startswith("gr00t"):
         fix = "load it by lerobot's GrootPolicy and make_pre_post_processors, and save both by save_pretrained"

@@ -133,6 +133,7 @@ WINGS = {
         models={
             "lerobot": "rlinf.models.embodiment.lerobot:LEROBOT",
             "smolvla": "rlinf.models.embodiment.lerobot:SMOLVLA",
+            "groot": "rlinf.models.embodiment.lerobot:GROOT",
         },
         envs={
             "pusht": "rlinf.envs.pusht.env:PushTVectorEnv",
@@ -141,6 +142,7 @@ WINGS = {
         options=(
             "model=lerobot",
             "model=smolvla",
+            "model=groot",
             "env=pusht",
             "env=so101",
             "experiment=pusht_ppo",

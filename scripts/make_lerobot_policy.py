@@ -2,7 +2,8 @@
 
 The policy has random weights, and the features and statistics of the dataset (a LeRobotDataset v3). Fields are lerobot settings,
 such as ``dim_model=64 chunk_size=8``, except that ``state_width=6`` stores the first six values of the state as
-``observation.state`` and the rest as ``observation.environment_state``, which ACT and Diffusion require for datasets without images.
+``observation.state`` and the rest as ``observation.environment_state``, which ACT and Diffusion require for datasets without images,
+and ``backbone=tiny`` gives X-VLA or GR00T a backbone with layers of 32 numbers and random weights instead of a published one.
 Run this in an environment with lerobot (``bash scripts/setup.sh --lerobot``). The policy can then be trained with `rlinf sft`.
 """
 
@@ -12,12 +13,22 @@ from typing import Any
 
 import yaml
 
+sys.path.insert(0, str(Path(__file__).parent))
+from lerobot_backbones import BACKBONES, localise
+
 STATE, ENV_STATE = "observation.state", "observation.environment_state"
 SMALLEST_STD = 1e-6
 """Values with a smaller standard deviation are treated as constant: it is set to 1, because lerobot would divide by 1e-8."""
 
 
-def write(dataset: Path, folder: Path, kind: str = "act", state_width: int | None = None, **fields: Any) -> Path:
+def write(
+    dataset: Path,
+    folder: Path,
+    kind: str = "act",
+    state_width: int | None = None,
+    backbone: str | None = None,
+    **fields: Any,
+) -> Path:
     """Write the policy to ``folder``, which must not exist."""
     import json
 
@@ -54,6 +65,10 @@ def write(dataset: Path, folder: Path, kind: str = "act", state_width: int | Non
         elif name == "action":
             add(outputs, name, FeatureType.ACTION, shape, name)
     given = {"pretrained_backbone_weights": None} if kind in ("act", "diffusion", "vqbet") else {}
+    if backbone == "tiny" and kind in BACKBONES:
+        given = BACKBONES[kind](folder.resolve())
+    elif backbone is not None:
+        sys.exit(f"backbone={backbone} for {kind}; expected backbone=tiny for {' or '.join(BACKBONES)}")
     settings = {**given, **fields, "device": "cpu", "push_to_hub": False}
     config = make_policy_config(kind, input_features=inputs, output_features=outputs, **settings)
     config.normalization_mapping.setdefault("ENV", config.normalization_mapping["STATE"])  # not set by lerobot
@@ -61,6 +76,8 @@ def write(dataset: Path, folder: Path, kind: str = "act", state_width: int | Non
     policy = get_policy_class(kind)(config)
     for part in (policy, *make_pre_post_processors(config, dataset_stats=statistics)):
         part.save_pretrained(folder)
+    if backbone is not None:
+        localise(folder)
     return folder
 
 

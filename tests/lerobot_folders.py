@@ -5,8 +5,8 @@ Runs in a Python that has lerobot. Nothing comes from a hub: tokenizers and lang
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -15,29 +15,11 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+from lerobot_backbones import BACKBONES, WORDS, localise, write_tokenizer
+
 SIZE, STATE, ACTIONS = 32, 4, 2
 """Pixels, and the widths of state and action: what `env=tabletop env.state=proprio env.image_size=32` has."""
-WORDS = (
-    "pick",
-    "up",
-    "the",
-    "red",
-    "blue",
-    "green",
-    "block",
-    "cube",
-    "push",
-    "put",
-    "it",
-    "on",
-    "in",
-    "to",
-    "a",
-    "zone",
-    "stand",
-    "still",
-    "move",
-)
 TINY = {
     "act": {"chunk_size": 8, "n_action_steps": 4, "dim_model": 32, "n_heads": 2, "dim_feedforward": 32, "n_encoder_layers": 1,
             "n_vae_encoder_layers": 1, "latent_dim": 8, "pretrained_backbone_weights": None},
@@ -55,6 +37,9 @@ TINY = {
     "pi0_fast": {"chunk_size": 8, "n_action_steps": 4, "max_state_dim": 8, "max_action_dim": 8, "dtype": "float32",
                  "image_resolution": (28, 28), "tokenizer_max_length": 12, "max_decoding_steps": 6, "max_action_tokens": 6,
                  "validate_action_token_prefix": False},
+    "xvla": {"chunk_size": 8, "n_action_steps": 4, "max_state_dim": 8, "max_action_dim": 6, "num_image_views": 2,
+             "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}},
+    "groot": {},
 }  # fmt: skip
 """The settings of each type, so small that a pass takes milliseconds."""
 
@@ -79,22 +64,6 @@ def statistics(cameras: tuple[str, ...]) -> dict:
 
     images = {f"observation.images.{name}": of(3, 1, 1) for name in cameras}
     return {**images, "observation.state": of(STATE), "action": of(ACTIONS)}
-
-
-def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer of whole words, with the special tokens that SmolVLA reads."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    special = ["<pad>", "<unk>", "<bos>", "<eos>", "<image>", "<fake>", "<global>"]
-    vocabulary = {word: number for number, word in enumerate([*special, *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    names = {"image_token": "<image>", "fake_image_token": "<fake>", "global_image_token": "<global>"}
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", bos_token="<bos>", eos_token="<eos>",
-        extra_special_tokens=names,
-    ).save_pretrained(folder)  # fmt: skip
 
 
 def write_vlm(folder: Path) -> None:
@@ -133,6 +102,8 @@ def make(kind: str, folder: Path, cameras: tuple[str, ...] = ("front",), seed: i
     if kind == "pi0_fast":
         for name in ("lerobot/fast-action-tokenizer", "google/paligemma-3b-pt-224"):  # where they would lie
             (folder / name).mkdir(parents=True)
+    if kind in BACKBONES:
+        options = {**BACKBONES[kind](folder), **options}
     if kind == "smolvla":
         write_vlm(folder / "vlm")
         options["vlm_model_name"] = str(folder / "vlm")
@@ -214,7 +185,11 @@ def theirs(folder: Path) -> tuple:
         overrides = {"tokenizer_processor": {"tokenizer_name": str(folder / "vlm")}}
     if hasattr(config, "vlm_model_name"):
         config.vlm_model_name = str(folder / "vlm")
-    policy = get_policy_class(config.type).from_pretrained(folder, config=config)
+    if config.type == "groot":
+        config.base_model_path = str(folder / "base")
+        overrides = {"groot_n1_7_vlm_encode_v1": {"model_name": str(folder / "vlm")}}
+    with contextlib.chdir(folder):
+        policy = get_policy_class(config.type).from_pretrained(folder, config=config)
     return policy, *make_pre_post_processors(config, pretrained_path=str(folder), preprocessor_overrides=overrides)
 
 
@@ -226,20 +201,6 @@ def theirs_of(rows: Any) -> dict:
         "observation.state": torch.from_numpy(rows.state),
         "task": rows.instruction,
     }
-
-
-def localise(folder: Path) -> None:
-    """Name the parts of a folder by paths within it, so that it can be copied."""
-    config = json.loads((folder / "config.json").read_text())
-    if "vlm_model_name" in config:
-        config["vlm_model_name"] = "vlm"
-        (folder / "config.json").write_text(json.dumps(config, indent=1))
-    path = folder / "policy_preprocessor.json"
-    steps = json.loads(path.read_text())
-    for step in steps["steps"]:
-        if "tokenizer_name" in step.get("config", {}):
-            step["config"]["tokenizer_name"] = "vlm"
-    path.write_text(json.dumps(steps, indent=1))
 
 
 if __name__ == "__main__":

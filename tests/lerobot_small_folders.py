@@ -72,3 +72,36 @@ def make(
     save_file(statistics, folder / NORMALIZER)
     save_file(statistics, folder / UNNORMALIZER)
     return folder
+
+
+PACK, UNPACK = "groot_n1_7_pack_inputs_v1", "groot_action_unpack_unnormalize_v2"
+
+
+def make_groot(folder: Path, **fields: object) -> Path:
+    """Write a GR00T N1.7's folder: its steps normalise, and a base folder states its sizes."""
+    make(
+        folder,
+        "groot",
+        **{"modes": dict.fromkeys(MODES, "IDENTITY"), "base_model_path": "base", "max_state_dim": 8, **fields},
+    )
+    base = {"model_type": "Gr00tN1d7", "model_name": "vlm", "action_horizon": 8, "max_action_dim": 8}
+    for name, values in {"base": base, "vlm": {}}.items():
+        (folder / name).mkdir()
+        write(folder / name / "config.json", values)
+    packing = {"embodiment_tag": "arm", "embodiment_mapping": {"arm": 0}, "valid_action_horizon": 6}
+    steps = [{"registry_name": PACK, "config": packing, "state_file": NORMALIZER}]
+    steps += [{"registry_name": "groot_n1_7_vlm_encode_v1", "config": {"model_name": "vlm"}}]
+    write(folder / f"{BEFORE}.json", {"name": BEFORE, "steps": steps})
+    write(folder / f"{AFTER}.json", {"name": AFTER, "steps": [{"registry_name": UNPACK, "state_file": UNNORMALIZER}]})
+    return folder
+
+
+def make_xvla(folder: Path, **fields: object) -> Path:
+    """Write an X-VLA's folder, with the steps that it needs."""
+    make(folder, "xvla", **{"action_mode": "auto", "max_action_dim": 6, "max_state_dim": 8, "num_domains": 3, **fields})
+    steps = [
+        {"registry_name": "xvla_imagenet_normalize"},
+        {"registry_name": "xvla_add_domain_id", "config": {"domain_id": 2}},
+    ]
+    change(folder, f"{BEFORE}.json", lambda values: values["steps"].extend(steps))
+    return folder

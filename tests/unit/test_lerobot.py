@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lerobot_folders import ACTIONS, SIZE, STATE, make, patch_pi0, theirs, theirs_of
+from lerobot_policies import HERE, MARKS, PYTHON, Folders, observation, section
 from safetensors.torch import load_file, save_file
 
 import rlinf
@@ -22,35 +21,16 @@ from rlinf.models import build_policy
 from rlinf.models.embodiment.actor_policy import ActorPolicy
 from rlinf.models.embodiment.lerobot import check
 from rlinf.models.embodiment.lerobot import runner as runner_module
+from rlinf.models.embodiment.lerobot.chunks import seeds_of
 from rlinf.models.embodiment.lerobot.folder import compare_weights
 from rlinf.models.embodiment.lerobot.migrate import migrate
-from rlinf.models.embodiment.lerobot.policy import LerobotPolicy
-from rlinf.models.embodiment.lerobot.runner import greedy_noise, seeds_of
-from rlinf.models.embodiment.lerobot.smolvla import SmolVLAConfig, SmolVLAPolicy
-from rlinf.models.embodiment.lerobot.worker import OWN_PLACE, VARIABLE, WorkerRunner, interpreter_for, runs_here
+from rlinf.models.embodiment.lerobot.runner import greedy_noise
+from rlinf.models.embodiment.lerobot.worker import WorkerRunner, interpreter_for, runs_here
 from rlinf.types import Observation
 
-PYTHON = sys.executable if runs_here() else os.environ.get(VARIABLE) or (str(OWN_PLACE) if OWN_PLACE.exists() else None)
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(PYTHON is None, reason="no Python with lerobot: bash scripts/setup.sh --lerobot makes one"),
-]
-HERE = pytest.mark.skipif(not runs_here(), reason="lerobot does not import in this Python")
-
-
-class Folders(dict):
-    """Folders by type, each written by lerobot when it is first asked for."""
-
-    def __init__(self, place: Path) -> None:
-        super().__init__()
-        self.place = place
-
-    def __missing__(self, kind: str) -> Path:
-        command = [PYTHON, str(Path(__file__).parents[1] / "lerobot_folders.py"), str(self.place), kind]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
-        self[kind] = self.place / kind
-        return self[kind]
+pytestmark = MARKS
+DRAWING = ("xvla", "groot")
+"""Types whose own class takes no noise, and draws it by torch.randn."""
 
 
 @pytest.fixture(scope="module")
@@ -59,27 +39,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return Folders(tmp_path_factory.mktemp("folders"))
 
 
-def section(folder: Path, **fields: object) -> dict:
-    """Return the model section of a folder."""
-    return {
-        "model_type": "lerobot",
-        "model_path": str(folder),
-        "action_token_len": ACTIONS,
-        "action_chunks_len": 4,
-        **fields,
-    }
-
-
-def observation(rows: int = 3, seed: int = 0) -> Observation:
-    generator = np.random.default_rng(seed)
-    images = {"front": generator.integers(0, 256, (rows, SIZE, SIZE, 3), dtype=np.uint8)}
-    state = generator.standard_normal((rows, STATE), dtype=np.float32)
-    return Observation(images, state, ["pick up the red block"] * rows)
-
-
 @HERE
-@pytest.mark.parametrize("kind", ["act", "smolvla", "diffusion"])
-def test_actions_are_those_of_lerobots_own_class(kind: str, folders: Folders) -> None:
+@pytest.mark.parametrize("kind", ["act", "smolvla", "diffusion", "xvla", "groot"])
+def test_actions_are_those_of_lerobots_own_class(kind: str, folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole chunk, with the same noise; channels in another order, or moments, give other actions."""
     model = build_policy({"model": section(folders[kind])})
     policy, before, after = theirs(folders[kind])
@@ -87,7 +49,10 @@ def test_actions_are_those_of_lerobots_own_class(kind: str, folders: Folders) ->
     noise = (
         {} if model.config.noise_shape is None else {"noise": greedy_noise(model.config.noise_shape).repeat(3, 1, 1)}
     )
-    chunk = policy.predict_action_chunk(before(theirs_of(rows)), **noise)
+    with monkeypatch.context() as drawn:
+        if kind in DRAWING:
+            drawn.setattr(torch, "randn", lambda *shape, **options: noise["noise"].clone())
+        chunk = policy.predict_action_chunk(before(theirs_of(rows)), **({} if kind in DRAWING else noise))
     expected = torch.stack([after(chunk[:, step]) for step in range(4)], 1)
     found = model.predict_action_batch(do_sample=False, **model.preprocess(rows)).actions
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
@@ -443,21 +408,7 @@ def test_threads_get_their_own_answers(folders: Folders, monkeypatch: pytest.Mon
 
 
 @HERE
-def test_a_flow_is_steered_by_its_noise(folders: Folders) -> None:
-    """``sample`` and ``propose`` agree; other noise gives other chunks, and the greedy chunk comes first."""
-    model = build_policy({"model": section(folders["smolvla"])})
-    inputs = model.preprocess(observation())
-    uniforms = torch.rand(3, 2, model.num_candidate_uniforms, generator=torch.Generator().manual_seed(3)).clamp_min(
-        1e-6
-    )
-    found = model.propose(inputs, 3, uniforms, resumable=True)
-    torch.testing.assert_close(found.sample(uniforms), found.chunks[:, 1:], rtol=0, atol=1e-6)
-    assert float((found.chunks[:, 1] - found.chunks[:, 2]).abs().max()) > 1e-4
-    assert float((found.features[0] - found.features[1]).abs().max()) > 1e-5
-
-
-@HERE
-@pytest.mark.parametrize("kind", ["act", "smolvla"])
+@pytest.mark.parametrize("kind", ["act", "smolvla", "xvla", "groot"])
 def test_cloning_is_lerobots_own_loss_and_its_weights_go_back(kind: str, folders: Folders, tmp_path: Path) -> None:
     """Equal rows, padding and seed give lerobot's loss; the trained folder is loaded by lerobot, and acts as the model."""
     fields = {"override_config": {"trained": True}}
@@ -507,71 +458,3 @@ def test_weights_that_stay_as_they_are_are_not_cloned(folders: Folders) -> None:
         model = build_policy({"model": section(folders[kind], interpreter=PYTHON)})
         with pytest.raises(ConfigError, match=named):
             type(model).check_sft(model.config)
-
-
-@HERE
-@pytest.mark.parametrize("joint", [False, True])
-def test_a_flow_is_scored_as_it_was_sampled_and_without_noise_is_lerobots(
-    joint: bool, folders: Folders, tmp_path: Path
-) -> None:
-    """Log-probabilities are the Gaussians of lerobot's own velocities, written out; a row does not depend on the others."""
-    settings = {"joint_logprob": joint, "noise_level": 0.3}
-    own = section(folders["smolvla"], model_type="smolvla")
-    model = build_policy({"model": own}, settings)
-    inputs = model.preprocess(observation())
-    uniforms = torch.rand(3, model.num_uniforms, generator=torch.Generator().manual_seed(3))
-    acted = model.predict_action_batch(uniforms=uniforms, **inputs)
-    scored = model.evaluate_actions(inputs, acted.sequences)
-    torch.testing.assert_close(scored.logprobs, model.rollout_logprobs(acted), rtol=0, atol=1e-6)
-    torch.testing.assert_close(scored.values, acted.values, rtol=0, atol=1e-6)
-    alone = model.evaluate_actions({name: each[1:2] for name, each in inputs.items()}, acted.sequences[1:2])
-    torch.testing.assert_close(alone.logprobs, scored.logprobs[1:2], rtol=0, atol=1e-5)
-
-    horizon, width, num_steps = *model.flow_shape, model.config.num_steps
-    chain = acted.sequences[:, :-1].unflatten(1, (num_steps + 1, horizon, width))
-    step, terms = acted.sequences[:, -1].long(), []
-    with torch.no_grad():
-        prefix = model.encode_prefix(**inputs)
-        for index in range(num_steps):
-            t, d = 1 - index / num_steps, 1 / num_steps
-            x, velocity = chain[:, index], model.velocity(prefix, None, chain[:, index], torch.full((3,), t))[0]
-            s = 0.3 * (t / (1 - min(t, 1 - d))) ** 0.5
-            mean = x - velocity * d - s**2 * d / (2 * t) * (x + (1 - t) * velocity)
-            terms.append(torch.distributions.Normal(mean, s * d**0.5).log_prob(chain[:, index + 1]))
-    if joint:
-        first = torch.distributions.Normal(0.0, 1.0).log_prob(chain[:, 0])
-        expected = torch.stack([first, *terms], 1).mean(1)
-    else:
-        expected = torch.stack(terms, 1)[torch.arange(3), step]
-    expected = expected[:, : model.action_chunks_len, :ACTIONS].flatten(1)
-    torch.testing.assert_close(scored.logprobs, expected, rtol=1e-4, atol=1e-4)
-
-    frozen = build_policy({"model": section(folders["smolvla"])})
-    greedy = [each.predict_action_batch(do_sample=False, **inputs).actions for each in (model, frozen)]
-    torch.testing.assert_close(*greedy, rtol=0, atol=1e-6)
-
-    scored.logprobs.sum().backward()
-    learns = {name for name, each in model.named_parameters() if each.grad is not None and float(each.grad.abs().max())}
-    assert any("action_out_proj" in name for name in learns) and not any(".vlm." in name for name in learns)
-    with torch.no_grad():
-        for module in (model.value_head, model.policy.model.action_out_proj):
-            next(module.parameters()).add_(0.1)
-    changed = model.predict_action_batch(uniforms=uniforms, **inputs)
-    model.save_pretrained(tmp_path / "out")
-    again = build_policy({"model": own | {"model_path": str(tmp_path / "out")}}, settings)
-    found = again.predict_action_batch(uniforms=uniforms, **inputs)
-    assert torch.equal(found.actions, changed.actions) and torch.equal(found.values, changed.values)
-    assert not torch.equal(found.actions, acted.actions) and check.report(tmp_path / "out")[1] == []
-
-
-def test_a_flow_that_cannot_be_trained_is_refused(folders: Folders) -> None:
-    with pytest.raises(ConfigError, match="type act.*model=lerobot"):
-        build_policy({"model": section(folders["act"], model_type="smolvla")})
-    config = build_policy({"model": section(folders["smolvla"], interpreter=PYTHON)}).config
-    with pytest.raises(ConfigError, match="model=smolvla"):
-        LerobotPolicy.check_rl(config)
-    given = SmolVLAConfig(noise_method="flow_ode")
-    with pytest.raises(ConfigError, match="flow_sde"):
-        SmolVLAPolicy.check_rl(given)
-    with pytest.raises(ConfigError, match="noise_method"):
-        SmolVLAConfig(noise_method="flow_noise")

@@ -22,6 +22,9 @@ from lerobot_small_folders import (
     change_tensors,
     image,
     make,
+    make_groot,
+    make_xvla,
+    write,
 )
 
 from rlinf.cli import main
@@ -60,6 +63,9 @@ HEALTHY: dict[str, Callable[[Path], Path]] = {
     "an empty camera, which a policy fills": lambda folder: make(
         folder, "smolvla", images=image() | image("empty_camera_0")
     ),
+    "X-VLA": make_xvla,
+    "GR00T N1.7": make_groot,
+    "GR00T with groups of actions": lambda folder: _decoding()(make_groot(folder)) or folder,
     "VQ-BeT, whose chunk has another name": lambda folder: make(
         folder, "vqbet", n_obs_steps=2, action_chunk_size=5, chunk_size=None, n_action_steps=None
     ),
@@ -137,6 +143,25 @@ def _set(file: str, *keys: object, value: object) -> Callable[[Path], None]:
     return lambda folder: change(folder, file, edit)
 
 
+def _with_backbone(folder: Path) -> Path:
+    (folder / "brain").mkdir()
+    write(folder / "brain" / "config.json", {})
+    change(folder, "base/config.json", lambda values: values.update(model_name="brain"))
+    return folder
+
+
+DECODED = {"modality_config": {"action": {"modality_keys": ["arm", "hand"]}}}
+DECODED["raw_stats"] = {
+    "action": {"arm": {"min": [0.25] * 3, "max": [1.25] * 3}, "hand": {"min": [0.25], "max": [1.25]}}
+}
+"""Statistics of the groups of an embodiment's actions, equal to the flat ones."""
+
+
+def _decoding(**fields: object) -> Callable[[Path], None]:
+    step = {"registry_name": "groot_n1_7_action_decode_v1", "config": {**DECODED, **fields}}
+    return _set(f"{AFTER}.json", "steps", value=[step])
+
+
 BLIND: dict[str, tuple[Callable[[Path], object], Callable[[Path], Path], str, str]] = {
     "no normaliser": (_without_normalizer, make, "observation.images.front", "dataset_stats"),
     "no preprocessor": (lambda folder: (folder / f"{BEFORE}.json").unlink(), make, f"{BEFORE}.json", "migrate="),
@@ -168,6 +193,47 @@ BLIND: dict[str, tuple[Callable[[Path], object], Callable[[Path], Path], str, st
     "a damaged file of weights": (
         lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:90]),
         make, "model.safetensors", "copy it again",
+    ),
+    "X-VLA whose images are not normalised": (
+        lambda folder: change(folder, f"{BEFORE}.json", lambda values: values["steps"].pop(2)), make_xvla, "xvla_imagenet_normalize", "images"
+    ),
+    "a domain without a soft prompt": (
+        _set(f"{BEFORE}.json", "steps", 3, "config", "domain_id", value=3), make_xvla, "domain_id", "0 to 2"
+    ),
+    "a state of which X-VLA would read a part": (
+        lambda folder: None, lambda folder: make_xvla(folder, max_state_dim=5), "observation.state", "max_state_dim=5"
+    ),
+    "an action space that X-VLA has not": (_set("config.json", "action_mode", value="ee9d"), make_xvla, "action_mode", "so101_bimanual"),
+    "GR00T N1.5": (_set("config.json", "tokenizer_assets_repo", value="lerobot/eagle"), make_groot, "N1.5", "GR00T-N1.7-3B"),
+    "GR00T N1.6": (_set("config.json", "base_model_path", value="nvidia/GR00T-N1.6-3B"), make_groot, "N1.6", "GR00T-N1.7-3B"),
+    "GR00T in NVIDIA's format": (
+        lambda folder: write(folder / "config.json", {"model_type": "Gr00tN1d7"}), make_groot, "config.json", "save_pretrained"
+    ),
+    "a base of GR00T N1.6": (_set("base/config.json", "model_type", value="Gr00tN1d6"), make_groot, "base_model_path", "Gr00tN1d7"),
+    "no base": (
+        _set("config.json", "base_model_path", value="nobody/no-base"), make_groot, "base_model_path", "model.override_config.vlm"
+    ),
+    "a backbone with code": (
+        lambda folder: write(folder / "brain/config.json", {"auto_map": {}}),
+        lambda folder: _with_backbone(make_groot(folder)), "model_name", "contains code",
+    ),
+    "a tokenizer with code": (
+        lambda folder: write(folder / "vlm/tokenizer_config.json", {"auto_map": {}}), make_groot, f"{BEFORE}.json", "auto_map"
+    ),
+    "GR00T without statistics": (
+        lambda folder: change(folder, f"{BEFORE}.json", lambda values: values["steps"][0].pop("state_file")),
+        make_groot, "observation.state", "is empty",
+    ),
+    "actions that GR00T does not normalise": (
+        _set(f"{AFTER}.json", "steps", 0, "config", value={"normalize_min_max": False}), make_groot, "action", "normalize_min_max=False"
+    ),
+    "actions relative to the state": (_decoding(use_relative_action=True), make_groot, "action", "use_relative_action=True"),
+    "an embodiment without statistics": (_decoding(raw_stats={"action": {}}), make_groot, "action", "is empty"),
+    "an unknown embodiment": (
+        _set(f"{BEFORE}.json", "steps", 0, "config", "embodiment_tag", value="leg"), make_groot, "embodiment_tag", "arm"
+    ),
+    "GR00T's cameras by other names": (
+        _set(f"{BEFORE}.json", "steps", 0, "config", "video_modality_keys", value=["ego_view"]), make_groot, "front", "ego_view"
     ),
     "a type of a newer lerobot": (
         lambda folder: change(folder, "config.json", lambda values: values.update(type="pi9")), make, "config.json", "newer lerobot"
@@ -338,11 +404,12 @@ HARMFUL: dict[str, tuple[Callable[[Path], object], str]] = {
     "a class of lerobot": (_pipeline(**{"class": "lerobot.processor.Normalizer", "config": {}}), "lerobot.processor"),
     "a class beside a name": (_pipeline(**{"registry_name": "device_processor", "class": "os.system"}), "os.system"),
     "a class without a name": (_pipeline(**{"registry_name": None, "class": "os.system"}), "os.system"),
-    "an unknown name": (_pipeline(registry_name="groot_n1_7_vlm_encode_v1"), "groot_n1_7_vlm_encode_v1"),
+    "an unknown name": (_pipeline(registry_name="groot_eagle_encode_v3"), "groot_eagle_encode_v3"),
     "code of an action tokenizer": (_tokenizer_with('{"auto_map": {"AutoProcessor": "run.Run"}}'), "auto_map"),
     "its name in escapes": (_tokenizer_with('{"\\u0061uto_map": {"AutoProcessor": "a/b--run.Run"}}', "vlm_model_name"), "auto_map"),
     "a tokenizer's configuration that is a folder": (lambda folder: (_tokenizer_with("")(folder), (folder / "words/tokenizer_config.json").mkdir()), "words"),
     "a tokenizer of the hub": (_set("config.json", "action_tokenizer_name", value="nobody/no-tokenizer"), "nobody/no-tokenizer"),
+    "a kernel of the hub": (_set("config.json", "florence_config", value={"text_config": {"_attn_implementation": "nobody/kernel"}}), "florence_config"),
     "statistics at an absolute path": (_state_elsewhere("{}/other.safetensors"), "other.safetensors"),
     "statistics above the folder": (_state_elsewhere("../other.safetensors"), "../other.safetensors"),
     "statistics by a link": (_linked(NORMALIZER, "other.safetensors"), NORMALIZER),

@@ -48,3 +48,26 @@ def test_a_new_folder_of_a_dataset_without_pictures_splits_its_state(tmp_path: P
         write(tmp_path, tmp_path / "alone", **TINY["act"])
     with pytest.raises(SystemExit, match="state_width=5.*1 to 4"):
         write(tmp_path, tmp_path / "all", state_width=5)
+
+
+@pytest.mark.parametrize("kind", ["xvla", "groot"])
+def test_a_new_folder_with_a_tiny_backbone_may_be_moved(kind: str, tmp_path: Path) -> None:
+    """It names its tokenizer and base by paths within it; a backbone of a different name is rejected."""
+    if kind == "groot":
+        pytest.importorskip("tree", reason="GR00T needs dm-tree: bash scripts/setup.sh --lerobot installs it")
+    write = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "make_lerobot_policy.py"))["write"]
+    image, values = "observation.images.front", {"observation.state": 3, "action": 2}
+    known = {name: {"dtype": "float32", "shape": [width]} for name, width in values.items()}
+    known[image] = {"dtype": "image", "shape": [32, 32, 3]}
+    numbers = {
+        name: {"mean": [0.0] * n, "std": [1.0] * n, "min": [-1.0] * n, "max": [1.0] * n} for name, n in values.items()
+    }
+    numbers[image] = {"mean": [[[0.5]]] * 3, "std": [[[0.5]]] * 3}
+    (tmp_path / "meta").mkdir()
+    (tmp_path / "meta" / "info.json").write_text(json.dumps({"features": known}))
+    (tmp_path / "meta" / "stats.json").write_text(json.dumps(numbers))
+    with pytest.raises(SystemExit, match="backbone=tiny"):
+        write(tmp_path, tmp_path / "policy", kind, backbone="small")
+    write(tmp_path, tmp_path / "policy", kind, backbone="tiny", chunk_size=8, n_action_steps=4)
+    (tmp_path / "policy").rename(tmp_path / "moved")
+    assert check.report(tmp_path / "moved")[1] == []

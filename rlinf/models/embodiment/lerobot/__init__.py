@@ -18,3 +18,10 @@ SMOLVLA = ModelEntry(
     f"{FOLDER}.smolvla:SmolVLAConfig",
     load_processor=f"{FOLDER}.policy:load_processor",
 )
+
+GROOT = ModelEntry(
+    "groot",
+    f"{FOLDER}.smolvla:GrootPolicy",
+    f"{FOLDER}.smolvla:GrootConfig",
+    load_processor=f"{FOLDER}.policy:load_processor",
+)

@@ -7,19 +7,21 @@ from typing import Any, ClassVar, Self
 
 from rlinf.errors import ConfigError
 from rlinf.files import Json
-from rlinf.models.embodiment.lerobot.contents import CONFIG, read_typed
+from rlinf.models.embodiment.lerobot.contents import CONFIG, PACK, PIPELINE, groot_base, read_typed
 from rlinf.models.embodiment.plain_policy import PlainConfig
 from rlinf.models.loading import check_choice, field_error, read_json
 from rlinf.options import override_text
 
-ACTION, PROMPT = "action", "task"
+ACTION, STATE, PROMPT = "action", "observation.state", "task"
 CHUNK_FIELDS = ("chunk_size", "horizon", "action_chunk_size")
 """Names of the field with the number of actions predicted per pass."""
 STEP_FIELDS = ("n_action_steps", "action_chunk_size")
 """Names of the field with the number of actions executed before the next pass."""
-RESIZING = ("smolvla", "pi0", "pi05", "pi0_fast")
-"""Policy types that resize images themselves, so any image size is accepted."""
-SUPPORTED = ("act", "diffusion", "vqbet", "smolvla", "pi0", "pi05", "pi0_fast")
+RESIZING = ("smolvla", "pi0", "pi05", "pi0_fast", "groot")
+"""Policy types that always resize images themselves."""
+SUPPORTED = ("act", "diffusion", "vqbet", "smolvla", "pi0", "pi05", "pi0_fast", "xvla", "groot")
+ACTION_SPACES = {"auto": None, "ee6d": 20, "joint": 14, "agibot_ee6d": 20, "franka_joint7": 20, "so101_bimanual": 20}
+"""X-VLA's action spaces and the number of actions that its transformer predicts; None is ``max_action_dim``."""
 
 
 @dataclass
@@ -35,7 +37,8 @@ class LerobotConfig(PlainConfig):
         n_action_steps: Number of actions in a chunk that are executed before the next pass.
         noise_shape: Shape of a chunk's normal noise, or None if the policy samples none.
         width: Width of an actor's features, if the folder specifies it.
-        cameras: Env camera by image feature name; None uses cameras of equal names.
+        resizes: Whether the policy resizes images itself, so any image size is accepted.
+        cameras: Env camera by image feature name; None uses cameras of equal names. X-VLA fills an image whose camera is None.
         state_scale, action_scale: Policy units per env unit, per dimension or for all, e.g. 57.29578 for degrees per radian.
         prompt: Instruction to use instead of the env's, or None.
         trained: Whether the weights are trained (`rlinf sft`) and thus model parameters; if not, only their digest is stored.
@@ -56,7 +59,8 @@ class LerobotConfig(PlainConfig):
     n_action_steps: int = 1
     noise_shape: list[int] | None = None
     width: int = 1024
-    cameras: dict[str, str] | None = None
+    resizes: bool = False
+    cameras: dict[str, str | None] | None = None
     state_scale: float | list[float] = 1.0
     action_scale: float | list[float] = 1.0
     prompt: str | None = None
@@ -68,6 +72,8 @@ class LerobotConfig(PlainConfig):
     def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> Self:
         """Read lerobot's ``config.json``, ignoring fields that the adapter does not need."""
         values = read_typed(Path(folder) / "config.json", CONFIG)
+        if values.get("type") == "groot":
+            values |= _groot_values(Path(folder), values)
         names = ("input_features", "output_features", "normalization_mapping")
         known = {name: values[name] for name in names if name in values}
         chunk = next((values[name] for name in CHUNK_FIELDS if values.get(name)), 1)
@@ -79,6 +85,7 @@ class LerobotConfig(PlainConfig):
             chunk_size=chunk - (num_obs - 1) * ("horizon" in values),
             n_action_steps=next((values[name] for name in STEP_FIELDS if values.get(name)), 1),
             width=values.get("dim_model") or 1024,
+            resizes=values.get("type") in RESIZING or values.get("resize_imgs_with_padding") is not None,
             **known,
         )
         config.noise_shape = _noise_shape(values, config.action_dim)
@@ -100,8 +107,11 @@ class LerobotConfig(PlainConfig):
     @property
     def images(self) -> dict[str, Sequence[int]]:
         """Shapes ``[3, H, W]`` of image features by name, except empty ones that the policy fills itself."""
-        shapes = _shapes(self.input_features, "VISUAL")
-        return {name: shape for name, shape in shapes.items() if "empty_camera" not in name}
+        shapes, absent = (
+            _shapes(self.input_features, "VISUAL"),
+            [x for x, camera in (self.cameras or {}).items() if camera is None],
+        )
+        return {name: shapes[name] for name in shapes if "empty_camera" not in name and short_name(name) not in absent}
 
     @property
     def states(self) -> dict[str, int]:
@@ -124,7 +134,7 @@ class LerobotConfig(PlainConfig):
 
     def camera_of(self, cameras: Sequence[str]) -> dict[str, str]:
         """Map each image of the policy to an env camera; raise ConfigError unless exactly these are ``cameras``."""
-        given = self.cameras or {}
+        given = {part: camera for part, camera in (self.cameras or {}).items() if camera is not None}
         short = {name: short_name(name) for name in self.images}
         unknown = sorted(set(given) - set(short.values()))
         if unknown:
@@ -160,12 +170,29 @@ def short_name(feature: str) -> str:
     return feature.rpartition(".")[2]
 
 
+def _groot_values(folder: Path, values: Mapping[str, Any]) -> Json:
+    """Return what GR00T's ``config.json`` does not state: how its steps normalise, its trained horizon, its base's sizes."""
+    file, base = folder / "policy_preprocessor.json", groot_base(folder, values.get("base_model_path"))
+    steps = read_typed(file, PIPELINE)["steps"] if file.is_file() else []
+    packing: Json = next((step.get("config") or {} for step in steps if step["registry_name"] == PACK), {})
+    trained = packing.get("valid_action_horizon") or values.get("chunk_size", 40)
+    counts = {name: min(values.get(name, 40), trained) for name in ("chunk_size", "n_action_steps")}
+    sizes = {"action_horizon": base.get("action_horizon", 40), "model_action_dim": base.get("max_action_dim", 132)}
+    return {**counts, **sizes, "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MIN_MAX", "ACTION": "MIN_MAX"}}
+
+
 def _noise_shape(values: Mapping[str, Any], action_dim: int) -> list[int] | None:
     """Return the shape of the initial noise (or seed, for a policy that samples codes), or None without noise."""
     if values.get("horizon"):
         return [values["horizon"], action_dim]
     if "vqvae_n_embed" in values:
         return [1]
+    if values.get("type") == "groot":
+        return [values["action_horizon"], values["model_action_dim"]]
+    if values.get("type") == "xvla":
+        mode = str(values.get("action_mode")).lower()
+        check_choice("action_mode", mode, list(ACTION_SPACES))
+        return [values["chunk_size"], ACTION_SPACES[mode] or values.get("max_action_dim", 20)]
     steps = {"num_steps", "num_inference_steps"} & values.keys()
     is_flow = steps and {"chunk_size", "max_action_dim"} <= values.keys()
     return [values["chunk_size"], values["max_action_dim"]] if is_flow else None

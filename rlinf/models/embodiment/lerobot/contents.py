@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,29 +19,43 @@ from rlinf.models.loading import LARGEST_FILE, read_json
 if TYPE_CHECKING:
     from rlinf.models.embodiment.lerobot.config import LerobotConfig
 
-PIPELINES = {"policy_preprocessor.json": "normalizer_processor", "policy_postprocessor.json": "unnormalizer_processor"}
+PACK, ENCODE = "groot_n1_7_pack_inputs_v1", "groot_n1_7_vlm_encode_v1"
+UNPACK, DECODE = "groot_action_unpack_unnormalize_v2", "groot_n1_7_action_decode_v1"
+PIPELINES = {
+    "policy_preprocessor.json": ("normalizer_processor", PACK),
+    "policy_postprocessor.json": ("unnormalizer_processor", UNPACK, DECODE),
+}
+"""The steps that normalise, by file; GR00T's steps do so between minimum and maximum."""
 STEPS = (
-    *PIPELINES.values(), "rename_observations_processor", "to_batch_processor", "device_processor", "tokenizer_processor",
+    *(name for names in PIPELINES.values() for name in names), ENCODE, "rename_observations_processor", "to_batch_processor", "device_processor", "tokenizer_processor",
     "action_tokenizer_processor", "smolvla_new_line_processor", "pi0_new_line_processor", "absolute_actions_processor",
     "pi05_prepare_state_tokenizer_processor_step", "pi0_fast_prepare_state_tokenizer_processor_step",
-    "relative_actions_processor", "observation_processor", "image_crop_resize_processor",
+    "relative_actions_processor", "observation_processor", "image_crop_resize_processor", "xvla_image_scale",
+    "xvla_image_to_float", "xvla_imagenet_normalize", "xvla_add_domain_id", "xvla_rotation_6d_to_axis_angle",
 )  # fmt: skip
 """Registered steps of the supported types. Steps not listed here load models by name, some of them with code."""
 NAMES = {
     **dict.fromkeys(("tokenizer_name", "text_tokenizer_name", "paligemma_tokenizer_name"), "tokenizer"),
-    "vlm_model_name": "vlm",
+    **dict.fromkeys(("vlm_model_name", "base_model_path"), "vlm"),
+    "model_name": "tokenizer",
     "action_tokenizer_name": None,
 }
 """Fields that name a tokenizer or model, and the field in ``LerobotConfig`` that overrides each one."""
+CODE = re.compile(r"auto_map|attn_implementation['\"]: ['\"][^'\"]*/")
+"""Entries of a configuration for which transformers would load code: a module in the folder, or a kernel of a hub."""
 LARGEST_COUNT, LARGEST_SHAPE = 100_000, 10**8
 """Maximum width or number of steps, and maximum number of elements in a shape."""
 COUNTS = ("n_obs_steps", "chunk_size", "horizon", "action_chunk_size", "n_action_steps", "dim_model", "max_action_dim")
 FEATURES, TEXTS = {"*": {"type": str, "shape": [int]}}, {f"{name}?": str for name in NAMES}
 CONFIG = {
-    "input_features?": FEATURES, "output_features?": FEATURES, "normalization_mapping?": {"*": str}, **TEXTS,
+    "input_features?": FEATURES, "output_features?": FEATURES, "normalization_mapping?": {"*": str}, "florence_config?": {},
+    **TEXTS,
     **{f"{name}?": int for name in COUNTS},
 }  # fmt: skip
 OPTIONS = {"features?": FEATURES, "norm_map?": {"*": str}, "rename_map?": {"*": str}, "stats?": {"*": {"*": object}}}
+OPTIONS |= {"modality_config?": {}, "raw_stats?": {}, "embodiment_mapping?": {}, "video_modality_keys?": [str]}
+OPTIONS |= {"valid_action_horizon?": int, "embodiment_tag?": str}
+BASE = {"model_type?": str, "model_name?": str, "action_horizon?": int, "max_action_dim?": int}
 PIPELINE = {"steps": [{"registry_name?": str, "config?": OPTIONS | TEXTS, "state_file?": str}]}
 """Types of the entries that are read; ``?`` marks entries that may be absent or null, and ``*`` matches any name."""
 
@@ -107,6 +122,9 @@ def content_findings(folder: Path, config: LerobotConfig | None = None) -> Itera
                 yield from _state_findings(folder, file, step.get("state_file"))
                 yield from _tokenizer_findings(folder, file, step.get("config") or {}, config)
             yield from _tokenizer_findings(folder, file, values if wanted is CONFIG else {}, config)
+            parts = values.get("florence_config") or {}
+            if CODE.search(str([parts.get("vision_config"), parts.get("text_config")])):
+                yield Finding("florence_config", f"in {file} names code", "use a different folder")
         except CheckpointError as error:
             yield Finding(file, f"is not accepted: {error}", "use a different folder")
 
@@ -141,10 +159,30 @@ def _tokenizer_findings(
             fix = fix if field else f"run `hf download {name}`, if you trust its code"
             part = key if field == "vlm" else "tokenizer"
             yield Finding(part, f"'{name:.80}' ({key} of {file}) is not on this machine", fix)
-        elif not given and os.path.isdir(place):
+        elif not given and (place := _stored_at(place, key)) is not None:
             for path in (*Path(place).glob("*config.json"), *Path(place).glob("*/*config.json")):
                 if "auto_map" in str(read_json(path)):
                     yield Finding(file, f"names '{name:.80}' ({key}), which contains code ({path})", "remove auto_map")
+
+
+def _stored_at(place: str, key: str) -> str | None:
+    """Return the folder of a named part, in the hub's cache only if lerobot would run code there without asking."""
+    return place if os.path.isdir(place) else cached_folder(place) if key in ("model_name", "base_model_path") else None
+
+
+def cached_folder(name: str) -> str | None:
+    """Return the folder of a model in the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    files = [try_to_load_from_cache(name, file) for file in ("config.json", "tokenizer_config.json")]
+    return next((str(Path(file).parent) for file in files if isinstance(file, str)), None)
+
+
+def groot_base(folder: Path, name: str | None) -> Json:
+    """Return the ``config.json`` of a GR00T folder's base, or an empty object if the base is not on this machine."""
+    place = local_tokenizer(folder, name) if name else None
+    path = Path((place if place is None or os.path.isdir(place) else cached_folder(place)) or "", "config.json")
+    return read_typed(path, BASE) if place and path.is_file() else {}
 
 
 def local_tokenizer(folder: Path, name: str) -> str | None:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.files import Json, sha256_of
-from rlinf.models.embodiment.lerobot.config import ACTION, SUPPORTED, LerobotConfig
-from rlinf.models.embodiment.lerobot.contents import PIPELINES, Finding, content_findings
+from rlinf.models.embodiment.lerobot.config import ACTION, STATE, SUPPORTED, LerobotConfig, short_name
+from rlinf.models.embodiment.lerobot.contents import DECODE, ENCODE, PIPELINES, Finding, content_findings
+from rlinf.models.embodiment.lerobot.groot import decode_statistics, groot_findings, other_format
 from rlinf.models.loading import instead_of_weights, read_json
 
 WEIGHTS = "model.safetensors"
@@ -24,7 +25,14 @@ NEEDED = {
 MIGRATE = "rlinf check-policy {0} migrate={0}_migrated"
 OLD_PARTS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
 """Name prefixes of statistics stored among the weights by old versions of lerobot."""
-ANOTHER = "use the folder written by training, or train again"
+DIFFERENT = "use the folder written by training, or train again"
+EMBODIMENT_STEPS = {
+    "xvla": {
+        "xvla_imagenet_normalize": "images are not normalised", "xvla_add_domain_id": "the soft prompt of domain 0 is used",
+    },
+    "groot": {ENCODE: "the policy receives no images"},
+}  # fmt: skip
+"""Steps whose absence lerobot does not report, and its effect, for types with several embodiments."""
 LARGEST_IMAGE = 2.0
 """Maximum plausible statistic for images in 0..1."""
 
@@ -43,8 +51,8 @@ def check_folder(folder: str | Path, config: LerobotConfig | None = None) -> lis
             return harmful
         config = LerobotConfig.from_pretrained(folder) if config is None else config
     except (ConfigError, CheckpointError) as error:
-        return [Finding("config.json", f"cannot be used: {error}", ANOTHER)]
-    faults = [*_ensembling(values), *_feature_findings(config)]
+        return [Finding("config.json", f"cannot be used: {error}", DIFFERENT)]
+    faults = [*_ensembling(values), *_feature_findings(config), *_embodiment_findings(folder, values, config)]
     return faults or [*_weight_files(folder), *_pipeline_findings(folder, config)]
 
 
@@ -75,7 +83,7 @@ def compare_weights(folder: str | Path, state: Mapping[str, Tensor]) -> list[Fin
     problems = {"lacks weights of the policy:": missing, "contains weights that the policy lacks:": unexpected}
     for problem, names in {**problems, "was not loaded into": different}.items():
         if names:
-            return [Finding(WEIGHTS, f"{problem} {', '.join(names[:3])} ({len(names)})", ANOTHER)]
+            return [Finding(WEIGHTS, f"{problem} {', '.join(names[:3])} ({len(names)})", DIFFERENT)]
     return []
 
 
@@ -97,6 +105,8 @@ def folder_digest(folder: str | Path) -> str:
 
 def _type_finding(values: Mapping[str, Any]) -> Finding | None:
     kind = values.get("type")
+    if (other := other_format(values)) is not None:
+        return other
     if not values:
         return Finding("config.json", "is missing", "set model.model_path=<a folder that lerobot has saved>")
     if kind is None:
@@ -119,9 +129,31 @@ def _feature_findings(config: LerobotConfig) -> Iterator[Finding]:
             fix = f"write the shape as [3, {', '.join(map(str, list(shape)[:2]))}] and train with such images"
             yield Finding(name, f"has the shape {list(shape)}; expected [3, H, W], channels first", fix)
     if not config.images and not config.states:
-        yield Finding("input_features", "in config.json is empty, so the policy has no observations", ANOTHER)
+        yield Finding("input_features", "in config.json is empty, so the policy has no observations", DIFFERENT)
     if not config.action_dim:
-        yield Finding("output_features", "in config.json contains no action", ANOTHER)
+        yield Finding("output_features", "in config.json contains no action", DIFFERENT)
+
+
+def _embodiment_findings(folder: Path, values: Mapping[str, Any], config: LerobotConfig) -> Iterator[Finding]:
+    """Check what the multi-embodiment types replace silently: a missing step, an unknown embodiment, inputs that are not read."""
+    steps = {step.get("registry_name"): step["config"] for step in _steps(folder, "policy_preprocessor.json")}
+    needed = EMBODIMENT_STEPS.get(config.policy_type, {})
+    for name, effect in needed.items() if steps else ():
+        if name not in steps:
+            yield Finding(name, f"is missing from policy_preprocessor.json, so {effect}", DIFFERENT)
+    for name, width in config.states.items() if needed else ():
+        if name != STATE:
+            yield Finding(name, f"is not read by {config.policy_type}", f"train with its values in {STATE}")
+        elif width > values.get("max_state_dim", width):
+            yield Finding(
+                name, f"has {width} dimensions, but only max_state_dim={values['max_state_dim']} are read", DIFFERENT
+            )
+    if config.policy_type == "groot" and steps:
+        yield from groot_findings(folder, values, config.vlm, [short_name(name) for name in config.images])
+    domain, count = steps.get("xvla_add_domain_id", {}).get("domain_id", 0), values.get("num_domains", 1)
+    if not (isinstance(domain, int) and 0 <= domain < count):
+        problem = f"is {domain} in policy_preprocessor.json; expected 0 to {count - 1}, a domain with a soft prompt"
+        yield Finding("domain_id", problem, "write the domain that the policy was trained for")
 
 
 def _weight_files(folder: Path) -> Iterator[Finding]:
@@ -149,7 +181,7 @@ def _pipeline_findings(folder: Path, config: LerobotConfig) -> Iterator[Finding]
     seen = {name: feature for name, feature in features.items() if "empty_camera" not in name}
     wanted = {name: modes.get(feature["type"], "IDENTITY") for name, feature in seen.items()}
     states = {}
-    for file, kind in PIPELINES.items():
+    for file in PIPELINES:
         if not (folder / file).is_file():
             fix = f"copy it from the folder written by training, or for a folder from an old lerobot: {MIGRATE.format(folder)}"
             yield Finding(file, "is missing, so nothing is normalised", fix)
@@ -157,11 +189,11 @@ def _pipeline_findings(folder: Path, config: LerobotConfig) -> Iterator[Finding]
         try:
             step = _step(folder, file)
             states[file] = _statistics(folder, step)
-        except (ValueError, TypeError, RuntimeError) as error:
+        except (ValueError, TypeError, RuntimeError, AttributeError) as error:
             problem = f"cannot be read ({type(error).__name__}: {error})"
             yield Finding(file, problem, "copy it again, together with its .safetensors")
             continue
-        relevant = {name: mode for name, mode in wanted.items() if name == ACTION or kind == "normalizer_processor"}
+        relevant = {name: mode for name, mode in wanted.items() if name == ACTION or file == "policy_preprocessor.json"}
         for name, mode in relevant.items():
             yield from _normalizer_findings(file, step, states[file], name, mode, features[name])
     yield from _renamed(folder, config)
@@ -184,11 +216,24 @@ def _normalizer_findings(
     if step is None:
         yield Finding(name, f"was trained with {mode}, but {file} has no normaliser", retrain)
         return
-    listed = step["config"].get("features", {}).get(name)
+    settings = step["config"]
+    if step["registry_name"] not in ("normalizer_processor", "unnormalizer_processor"):
+        settings = {"features": {name: feature}, "norm_map": {feature["type"]: mode}}
+        ignored = [
+            key
+            for key, x in {"normalize_min_max": False, "use_relative_action": True}.items()
+            if step["config"].get(key) is x
+        ]
+        if ignored:
+            yield Finding(
+                name, f"has {ignored[0]}={step['config'][ignored[0]]} in {file}, which is not supported", retrain
+            )
+            return
+    listed = settings.get("features", {}).get(name)
     if listed is None:
         yield Finding(name, f"is not among the features of the normaliser in {file}, so it is not normalised", retrain)
         return
-    actual = step["config"].get("norm_map", {}).get(listed["type"], "IDENTITY")
+    actual = settings.get("norm_map", {}).get(listed["type"], "IDENTITY")
     if actual != mode or mode not in NEEDED:
         known = "" if mode in NEEDED else f"; expected {', '.join(NEEDED)} or IDENTITY"
         yield Finding(name, f"has {mode} in config.json, but {actual} in {file}{known}", retrain)
@@ -246,12 +291,14 @@ def _steps(folder: Path, file: str) -> list[Json]:
 
 
 def _step(folder: Path, file: str) -> Json | None:
-    return next((step for step in _steps(folder, file) if step.get("registry_name") == PIPELINES[file]), None)
+    return next((step for step in _steps(folder, file) if step.get("registry_name") in PIPELINES[file]), None)
 
 
 def _statistics(folder: Path, step: Mapping[str, Any] | None) -> dict[str, Tensor]:
     if step is None:
         return {}
+    if step["registry_name"] == DECODE:
+        return decode_statistics(step["config"])
     given = step["config"].get("stats", {})
     inline = {f"{name}.{part}": torch.as_tensor(x) for name, parts in given.items() for part, x in parts.items()}
     return inline or (load_file(folder / step["state_file"]) if step.get("state_file") else {})

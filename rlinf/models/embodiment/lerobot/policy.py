@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rlinf.errors import ConfigError
 from rlinf.models.config import TokenizerConfig
 from rlinf.models.embodiment.base import ActionModel, Inputs
-from rlinf.models.embodiment.lerobot.config import ACTION, PROMPT, RESIZING, LerobotConfig
+from rlinf.models.embodiment.lerobot.config import ACTION, PROMPT, LerobotConfig
 from rlinf.models.embodiment.lerobot.folder import NEEDED, action_statistics, folder_digest, reject_folder
 from rlinf.models.embodiment.lerobot.runner import LocalRunner, RunnerOutput
 from rlinf.models.embodiment.lerobot.worker import WorkerRunner, interpreter_for, runs_here
@@ -25,7 +25,7 @@ from rlinf.models.sampling import draw_uniforms, standard_normal
 from rlinf.types import ActionEvaluation, ActionPrediction, BaseActions, EnvSpec, Observation
 
 INSTEAD = "model=openvla_tiny model.model_path=null"
-TRAINED = {"smolvla": "model=smolvla"}
+TRAINED = {"smolvla": "model=smolvla", "groot": "model=groot"}
 """Maps policy types to the model type that supports training with policy gradients."""
 FAR = 5.0
 """Distance from the middle of an env's bounds, in half-widths, beyond which demonstrated actions are implausible."""
@@ -57,7 +57,7 @@ class LerobotPolicy(ActionModel, nn.Module):
         """Reject an env whose cameras, image size or state differ from the policy's inputs."""
         config.camera_of(env.cameras)
         for name, (_, height, width) in config.images.items():
-            if config.policy_type not in RESIZING and (height, width) != (env.image_size, env.image_size):
+            if not config.resizes and (height, width) != (env.image_size, env.image_size):
                 fix = f"env.image_size={height}" if height == width else "an env with images of this size"
                 problem = f"'{name}' has {height} x {width} pixels, but env.image_size is {env.image_size}"
                 raise ConfigError(f"The policy's image {problem}. Set {fix}")
@@ -136,7 +136,9 @@ class LerobotPolicy(ActionModel, nn.Module):
         self.state_range = self._range(config.states, "policy_preprocessor.json", config.state_scale)
         # A policy in a separate interpreter can act, but not be trained.
         if config.trained and isinstance(self._runner, LocalRunner):
-            self.policy = self._runner.policy.requires_grad_(True)
+            self.policy = self._runner.policy
+            for name, weight in self.policy.named_parameters():
+                weight.requires_grad_(name not in self._runner.frozen)
 
     @property
     def runner(self) -> LocalRunner | WorkerRunner:

@@ -6,7 +6,6 @@ import io
 import logging
 import sys
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +17,12 @@ from torch import Tensor, nn
 
 from rlinf.errors import CheckpointError, MissingDependencyError
 from rlinf.models.embodiment.folder_policy import write_safetensors
+from rlinf.models.embodiment.lerobot.chunks import FlowPrefix, code_chunk, flow_chunk, seeds_of, xvla_chunk
 from rlinf.models.embodiment.lerobot.config import ACTION, PROMPT, LerobotConfig
-from rlinf.models.embodiment.lerobot.contents import Finding, local_tokenizer
-from rlinf.models.embodiment.lerobot.folder import WEIGHTS, compare_weights, reject_folder
+from rlinf.models.embodiment.lerobot.contents import ENCODE, Finding, cached_folder, groot_base, local_tokenizer
+from rlinf.models.embodiment.lerobot.folder import EMBODIMENT_STEPS, WEIGHTS, compare_weights, reject_folder
+from rlinf.models.embodiment.lerobot.groot import groot_chunk, groot_prefix, groot_velocity, load_class
+from rlinf.models.embodiment.modules.readout_token import masked_mean
 from rlinf.models.loading import read_json
 
 FEATURES: dict[str, tuple[str, str]] = {
@@ -31,31 +33,12 @@ FEATURES: dict[str, tuple[str, str]] = {
     "pi0": ("model.paligemma_with_expert.paligemma.model.language_model.norm", "batch first"),
     "pi05": ("model.paligemma_with_expert.paligemma.model.language_model.norm", "batch first"),
     "pi0_fast": ("model.paligemma_with_expert.paligemma.model.language_model.norm", "batch first"),
+    "xvla": ("model.transformer.vlm_proj", "batch first"),
+    "groot": ("_groot_model.action_head.model", "encoder_hidden_states"),
 }
 """Maps policy types to the module whose output (or argument), averaged over positions, is used as an actor's features."""
-
-
-def flow_chunk(policy: Any, prepared: dict[str, Any], noise: Tensor | None) -> Tensor:
-    """Return normalised actions ``[B, T, D]``, starting at the current step."""
-    return policy.predict_action_chunk(prepared, **({} if noise is None else {"noise": noise}))
-
-
-def code_chunk(policy: Any, prepared: dict[str, Any], noise: Tensor) -> Tensor:
-    """Return the chunk of a policy that samples codes; rows are run one by one, each seeded by its noise."""
-    images = torch.stack([prepared[name] for name in policy.config.image_features], -4)
-    chunks = []
-    for row, seed in enumerate(seeds_of(noise)):
-        # The policy samples from torch's global generator.
-        with torch.random.fork_rng(devices=[noise.device] if noise.is_cuda else []):
-            torch.manual_seed(seed)
-            states = prepared["observation.state"][row : row + 1]
-            batch = {"observation.images": images[row : row + 1], "observation.state": states}
-            chunks.append(policy.vqbet(batch, rollout=True)[:, : policy.config.action_chunk_size])
-    return torch.cat(chunks)
-
-
-CHUNKS: dict[str, Callable[[Any, dict[str, Any], Tensor], Tensor]] = {"vqbet": code_chunk}
-"""Chunk functions of policy types that do not support ``predict_action_chunk`` with ``noise``."""
+CHUNKS: dict[str, Callable[..., Tensor]] = {"vqbet": code_chunk, "xvla": xvla_chunk, "groot": groot_chunk}
+"""Chunk functions of policy types whose ``predict_action_chunk`` does not use ``noise``."""
 
 
 class RunnerOutput(NamedTuple):
@@ -63,14 +46,6 @@ class RunnerOutput(NamedTuple):
 
     chunks: np.ndarray
     features: np.ndarray
-
-
-class FlowPrefix(NamedTuple):
-    """The part of a SmolVLA pass common to all denoising steps: states ``[B, P, W]``, their mask and key-value cache."""
-
-    mask: Tensor
-    cache: Any
-    states: Tensor
 
 
 class LocalRunner:
@@ -85,17 +60,25 @@ class LocalRunner:
         findings = compare_weights(self.folder, self.policy.state_dict())
         if findings:
             raise CheckpointError(f"The policy in {folder} would act blindly: {findings[0]}")
+        # SmolVLA's flags are not followed: model=lerobot trains all of its weights.
+        follows = config.policy_type in EMBODIMENT_STEPS
+        self.frozen = {name for name, x in self.policy.named_parameters() if follows and not x.requires_grad}
         self.policy.requires_grad_(False)
         self.device = torch.device("cpu")
         # Hooks, generators and rows being processed are stored in the policy, so only one thread may run it at a time.
         self._lock = threading.Lock()
         try:
             with quiet():
-                self.feature_dim = self.run(self._blank(), None).features.shape[1]
+                output = self.run(self._blank(), None)
         except Exception as error:
             problem = f"lerobot's {config.policy_type} cannot act here ({type(error).__name__}: {error})"
             fix = "Set model.interpreter=<a Python with the versions of transformers and torch that lerobot requires>"
             raise CheckpointError(f"{problem}. {fix}") from error
+        self.feature_dim = output.features.shape[1]
+        if (width := output.chunks.shape[-1]) != config.action_dim:
+            problem = f"has {config.action_dim} dimensions in config.json, but {width} after policy_postprocessor.json"
+            finding = Finding(ACTION, problem, "use a folder whose output_features are what an env receives")
+            raise CheckpointError(f"The policy in {folder} would act blindly: {finding}")
 
     def _load(self) -> tuple[Any, Callable, Callable]:
         try:
@@ -108,9 +91,12 @@ class LocalRunner:
             ) from error
         try:
             config = PreTrainedConfig.from_pretrained(self.folder, cli_overrides=["--device=cpu"])
-            for name, value in self._overrides(config).items():
+            fields = self._overrides(config)
+            for name, value in fields.items():
                 setattr(config, name, value)
             policy_class = get_policy_class(config.type)
+            if config.type == "groot":
+                policy_class = load_class(policy_class, self.folder, groot_base(self.folder, fields["base_model_path"]))
             let_masks_take_positions()
             policy = policy_class.from_pretrained(str(self.folder), config=config)
             overrides = self._step_overrides()
@@ -128,7 +114,12 @@ class LocalRunner:
         text = f"{type(error).__name__}: {error}"
         from lerobot import __version__
 
-        if "DecodingError" in type(error).__name__ or "not valid for" in text or "ProcessorStep" in text:
+        if (
+            "DecodingError" in type(error).__name__
+            or "not valid for" in text
+            or "ProcessorStep" in text
+            or "groot_n1_7" in text
+        ):
             newer = f"pip install --no-deps a newer lerobot than {__version__} into the Python that runs it"
             return f"{Finding('config.json', f'was written by a newer lerobot ({text[:300]})', newer)}"
         return f"{text[:600]}. Use the folder written by training, or set model.interpreter=<a Python with its lerobot>"
@@ -142,6 +133,10 @@ class LocalRunner:
         if hasattr(config, "vlm_model_name"):
             name = self.config.vlm or config.vlm_model_name
             fields |= {"vlm_model_name": local_tokenizer(self.folder, name) or name, "load_vlm_weights": False}
+        if hasattr(config, "base_model_path"):
+            name = self.config.vlm or config.base_model_path
+            place = local_tokenizer(self.folder, name) or name
+            fields["base_model_path"] = cached_folder(place) or place if not Path(place).is_dir() else place
         for name in ("text_tokenizer_name", "action_tokenizer_name"):
             if hasattr(config, name):
                 fields[name] = self._tokenizer(name, getattr(config, name))
@@ -157,10 +152,12 @@ class LocalRunner:
             name, options = step.get("registry_name"), step.get("config") or {}
             if name == "device_processor":
                 overrides[name] = {"device": "cpu"}
-            names = ("tokenizer_name", "action_tokenizer_name", "paligemma_tokenizer_name")
+            if name == ENCODE:
+                overrides[name] = {"device": "cpu"}
+            names = ("tokenizer_name", "model_name", "action_tokenizer_name", "paligemma_tokenizer_name")
             places = {key: self._tokenizer(key, options[key]) for key in names if options.get(key)}
             if places:
-                overrides[name] = places
+                overrides[name] = overrides.get(name, {}) | places
         return overrides
 
     def _tokenizer(self, field: str, name: str) -> str:
@@ -191,14 +188,11 @@ class LocalRunner:
         """
         rows = len(batch[PROMPT])
         count = 1 if noise is None else noise.shape[1]
-        prepared = {
-            name: value.repeat_interleave(count, 0) if isinstance(value, Tensor) and len(value) == rows else value
-            for name, value in self._prepared(batch).items()
-        }
+        prepared = self._prepared(batch)
         given = self._noise(rows * count, None if noise is None else torch.from_numpy(noise).flatten(0, 1))
         module = FEATURES[self.config.policy_type]
         with self._lock, captured_states(self.policy, *module) as states, seeded_steps(self.policy, given):
-            chunk = CHUNKS.get(self.config.policy_type, flow_chunk)(self.policy, prepared, given)
+            chunk = CHUNKS.get(self.config.policy_type, flow_chunk)(self.policy, prepared, given, count)
         chunks = self._after_each(chunk).cpu().unflatten(0, (rows, count)).numpy()
         return RunnerOutput(chunks, torch.cat(states)[: rows * count : count].float().cpu().numpy())
 
@@ -214,9 +208,11 @@ class LocalRunner:
             return self.policy(prepared)[0]
 
     def prefix(self, batch: Mapping[str, Any]) -> FlowPrefix:
-        """Run a ``batch`` as in ``run`` through a SmolVLA's prefix, the first half of its ``sample_actions``, with gradients."""
+        """Run a ``batch`` as in ``run`` through the prefix of a GR00T or SmolVLA (the first half of ``sample_actions``), with gradients."""
         from lerobot.policies.smolvla.modeling_smolvla import make_att_2d_masks
 
+        if self.config.policy_type == "groot":
+            return groot_prefix(self.policy, self._prepared(batch))
         policy, flow = self.policy, self.policy.model
         prepared = policy._prepare_batch(self._prepared(batch))
         tokens = (prepared[f"observation.language.{part}"] for part in ("tokens", "attention_mask"))
@@ -229,13 +225,15 @@ class LocalRunner:
         return FlowPrefix(mask, cache, states[0])
 
     def velocity(self, prefix: FlowPrefix, x: Tensor, t: Tensor) -> Tensor:
-        """Return a SmolVLA's velocity at ``x [B, H, D]`` and ``t [B]`` (1 is noise), with gradients."""
+        """Return the velocity of a SmolVLA or GR00T at ``x [B, H, D]`` and ``t [B]`` (1 is noise), with gradients."""
+        if self.config.policy_type == "groot":
+            return groot_velocity(self.policy, prefix, x, t).float()
         return self.policy.model.denoise_step(prefix.mask, prefix.cache, x, t.float())
 
     def unnormalized(self, chunk: Tensor) -> Tensor:
         """Convert a flow's normalised actions ``[B, T, D]``, including padding, to the folder's units in float32."""
         chunk = chunk[..., : self.config.action_dim]
-        if self.policy.config.adapt_to_pi_aloha:
+        if getattr(self.policy.config, "adapt_to_pi_aloha", False):
             chunk = self.policy._pi_aloha_encode_actions(chunk)
         return self._after_each(chunk)
 
@@ -291,11 +289,6 @@ def greedy_noise(shape: Sequence[int]) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
-def seeds_of(noise: Tensor) -> list[int]:
-    """Return a seed for each row of noise."""
-    return [zlib.crc32(row.contiguous().numpy().tobytes()) for row in noise.cpu()]
-
-
 @contextlib.contextmanager
 def captured_states(policy: nn.Module, name: str, where: str) -> Iterator[list[Tensor]]:
     """Collect a module's states ``[B, F]`` per call, averaged over positions; the first call encodes the observation."""
@@ -303,7 +296,11 @@ def captured_states(policy: nn.Module, name: str, where: str) -> Iterator[list[T
 
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         states = kwargs[where] if where in kwargs else output[0] if isinstance(output, tuple) else output
-        captured.append(states if states.ndim == 2 else states.float().mean(0 if where == "sequence first" else 1))
+        if states.ndim == 3:
+            # Only GR00T's prompts are padded.
+            mask = kwargs.get("backbone_attention_mask")
+            states = states.float().mean(0) if where == "sequence first" else masked_mean(states, mask)
+        captured.append(states)
 
     handle = policy.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
     try:

@@ -1,4 +1,4 @@
-"""lerobot's SmolVLA (Shukor et al. 2025), trained by policy gradients on its denoising steps."""
+"""lerobot's SmolVLA (Shukor et al. 2025) and GR00T N1.7, trained by policy gradients on their denoising steps."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rlinf.errors import ConfigError
+from rlinf.files import Json
 from rlinf.models.embodiment.flow_policy import FlowPolicy
 from rlinf.models.embodiment.folder_policy import write_safetensors
+from rlinf.models.embodiment.lerobot.chunks import FlowPrefix
 from rlinf.models.embodiment.lerobot.config import LerobotConfig
+from rlinf.models.embodiment.lerobot.contents import groot_base
 from rlinf.models.embodiment.lerobot.policy import LerobotPolicy, batch_of, numbers
-from rlinf.models.embodiment.lerobot.runner import FlowPrefix
 from rlinf.models.embodiment.modules.readout_token import masked_mean
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.loading import check_choice, field_error, read_json
@@ -36,6 +38,7 @@ class SmolVLAConfig(LerobotConfig):
     """
 
     model_type: ClassVar[str] = "smolvla"
+    steps_field: ClassVar[str] = "num_steps"
     manifest_fields: ClassVar[tuple[str, ...]] = (
         *LerobotConfig.manifest_fields, "num_steps", "noise_method", "noise_level",
     )  # fmt: skip
@@ -52,19 +55,39 @@ class SmolVLAConfig(LerobotConfig):
     def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> Self:
         result = super().from_pretrained(folder, **kwargs)
         config = result[0] if isinstance(result, tuple) else result
-        config.num_steps = read_json(Path(folder) / "config.json").get("num_steps", config.num_steps)
+        values = read_json(Path(folder) / "config.json")
+        config.num_steps = values.get(config.steps_field) or config._default_steps(Path(folder), values)
         return result
+
+    def _default_steps(self, folder: Path, values: Json) -> int:
+        """Return the number of denoising steps of a folder whose ``config.json`` has none."""
+        return self.num_steps
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.policy_type != "smolvla":
+        name = self.model_type
+        if self.policy_type != name:
             raise ConfigError(
-                f"The folder contains a policy of type {self.policy_type}; required for model=smolvla: smolvla. Set model=lerobot to "
+                f"The folder contains a policy of type {self.policy_type}; required for model={name}: {name}. Set model=lerobot to "
                 "train an actor on top of it (algorithm=sac algorithm.actor.name=residual)"
             )
         check_choice("noise_method", self.noise_method, ("flow_sde", "flow_cps", "flow_ode"))
         if self.num_steps < 1:
             raise field_error(f"num_steps is {self.num_steps}; expected at least 1", "num_steps=10")
+
+
+@dataclass
+class GrootConfig(SmolVLAConfig):
+    """``SmolVLAConfig`` for GR00T N1.7, whose base folder states ``num_steps`` (4)."""
+
+    model_type: ClassVar[str] = "groot"
+    steps_field: ClassVar[str] = "num_inference_timesteps"
+
+    policy_type: str = "groot"
+    num_steps: int = 4
+
+    def _default_steps(self, folder: Path, values: Json) -> int:
+        return groot_base(folder, values.get("base_model_path")).get(self.steps_field, self.num_steps)
 
 
 class SmolVLAPolicy(FlowPolicy, LerobotPolicy):
@@ -75,6 +98,7 @@ class SmolVLAPolicy(FlowPolicy, LerobotPolicy):
     """
 
     config_class = SmolVLAConfig
+    vlm_name: ClassVar[str] = "model.vlm_with_expert.vlm"
     predicts_values: ClassVar[bool] = True  # type: ignore[assignment]
     has_logprobs: ClassVar[bool] = True
     noise_head = None
@@ -95,7 +119,7 @@ class SmolVLAPolicy(FlowPolicy, LerobotPolicy):
         model = super().from_pretrained(folder, config, **arguments)
         model.detach_value = arguments.get("detach_value", True)
         if model.policy is not None and config.freeze_vlm:
-            model.policy.model.vlm_with_expert.vlm.requires_grad_(False)
+            model.policy.get_submodule(cls.vlm_name).requires_grad_(False)
         if arguments.get("value_head", True):
             model.value_head = ValueHead(model.feature_dim)
             if (Path(model.folder) / VALUES).is_file():
@@ -128,3 +152,10 @@ class SmolVLAPolicy(FlowPolicy, LerobotPolicy):
         head = {name.removeprefix("value_head."): x for name, x in state.items() if name.startswith("value_head.")}
         if head:
             write_safetensors(Path(folder) / VALUES, head)
+
+
+class GrootPolicy(SmolVLAPolicy):
+    """A GR00T N1.7 in this process. Its folder's ``tune_...`` settings freeze further weights."""
+
+    config_class = GrootConfig
+    vlm_name = "_groot_model.backbone"

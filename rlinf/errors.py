@@ -167,12 +167,17 @@ def closest(name: str, names: Iterable[str]) -> str | None:
     return known[matches[0]] if matches else None
 
 
+MOST_LISTED = 100
+"""Maximum number of options listed in an error message."""
+
+
 def did_you_mean(name: str, options: Iterable[str]) -> str:
-    """Return ``" Did you mean 'x'?"`` for the option closest to ``name``, followed by the list of all options."""
+    """Return ``" Did you mean 'x'?"`` for the option closest to ``name``, followed by the list of options (at most ``MOST_LISTED``)."""
     names = sorted(str(option) for option in options)
     close = closest(name, names)
     hint = f" Did you mean '{close}'?" if close else ""
-    return f"{hint} Known: {', '.join(names) or '(none)'}."
+    more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+    return f"{hint} Known: {', '.join(names[:MOST_LISTED]) or '(none)'}{more}."
 
 
 def reject(actual: str, required: str, fix: str) -> NoReturn:

@@ -43,7 +43,7 @@ def distil(config: RunConfig, output: Path) -> Path:
     episodes. ``output/policy`` is an export with these results in its ``README.md``; ``output/distil.json`` also contains them.
     The same call continues an interrupted distillation.
 
-    Raise ConfigError if the checkpoint has no actor, no episode succeeded, or ``output`` was begun with different settings; and
+    Raise ConfigError if the checkpoint has no actor, no episode succeeded, or ``output`` has different settings; and
     the errors of the commands ``collect``, ``sft``, ``export`` and ``evaluate``.
     """
     opened = open_checkpoint(str(config.checkpoint), config)
@@ -62,7 +62,7 @@ def distil(config: RunConfig, output: Path) -> Path:
             manifest = replace(build_manifest(config, base, policy_version=0), probe=saved.probe, fps=saved.fps)
             write_export(config, base, manifest, output / BASE)
         del opened
-        if not _is_whole(output / EPISODES):
+        if not _is_complete(output / EPISODES):
             shutil.rmtree(output / EPISODES, ignore_errors=True)  # of an interrupted call
             collecting = replace(config, dataset=str(output / EPISODES))
             validate(collecting, "collect")
@@ -105,11 +105,11 @@ def _check_settings(config: RunConfig, output: Path) -> None:
         write_text(output / CONFIG_FILE, yaml.safe_dump(to_mapping(config), sort_keys=False))
     elif changes := changes_since(read_saved_config(output), config):
         raise ConfigError(
-            f"output={output} was begun with different settings ({', '.join(changes)}); expected equal ones. Set output=<a new folder>"
+            f"output={output} was started with different settings ({', '.join(changes)}); expected equal ones. Set output=<a new folder>"
         )
 
 
-def _is_whole(episodes: Path) -> bool:
+def _is_complete(episodes: Path) -> bool:
     """Return whether all episodes were run."""
     about = episodes / "meta" / OWN_FILE
     return about.is_file() and json.loads(about.read_text(encoding="utf-8"))["whole"]

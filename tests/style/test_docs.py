@@ -17,7 +17,7 @@ import pytest
 
 from rlinf.cli import COMMANDS, main
 from rlinf.cli.play import PlayConfig
-from rlinf.cli.run import ExportConfig
+from rlinf.cli.run import DistilConfig, ExportConfig
 from rlinf.commands.hydra_app import parse
 from rlinf.commands.serve import ServeConfig
 from rlinf.config.compose import compose_config
@@ -130,7 +130,7 @@ def shell_lines(text: str) -> list[str]:
 
 
 OWN_KEYS = {
-    "classifier": ClassifierConfig, "collect": DemonstrationConfig, "convert": ConvertConfig, "export": ExportConfig, "play": PlayConfig, "robot": RobotConfig, "serve": ServeConfig,
+    "classifier": ClassifierConfig, "collect": DemonstrationConfig, "convert": ConvertConfig, "distil": DistilConfig, "export": ExportConfig, "play": PlayConfig, "robot": RobotConfig, "serve": ServeConfig,
 }  # fmt: skip
 SCRIPTS = {"examples/embodiment/train.py": "train", "examples/embodiment/evaluate.py": "evaluate"}
 ELSEWHERE = ("resume", "init_from", "checkpoint", "model.model_path")

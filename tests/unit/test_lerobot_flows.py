@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,23 @@ def test_a_flow_is_steered_by_its_noise(kind: str, folders: Folders) -> None:
     torch.testing.assert_close(found.sample(uniforms), found.chunks[:, 1:], rtol=0, atol=1e-6)
     assert float((found.chunks[:, 1] - found.chunks[:, 2]).abs().max()) > 1e-4
     assert float((found.features[0] - found.features[1]).abs().max()) > 1e-5
+
+
+@HERE
+@pytest.mark.parametrize("kind", ["smolvla", "groot"])
+def test_threads_of_a_rollout_do_not_mix_their_rows(kind: str, folders: Folders) -> None:
+    """GR00T's backbone stores values of the rows being processed; without a lock, some prefixes differ."""
+    model = build_policy({"model": section(folders[kind], model_type=kind)})
+    rows = observation()
+    rows.instruction[1:] = ["push the green cube in the zone", "stand still"]
+    inputs = [model.preprocess(part) for part in (rows, rows.select([2]))]
+    with torch.no_grad():
+        expected = [model.encode_prefix(**part).states for part in inputs]
+        with ThreadPoolExecutor(2) as pool:
+            prefixes = list(pool.map(lambda number: model.encode_prefix(**inputs[number % 2]).states, range(60)))
+    assert expected[0].shape != expected[1].shape
+    for number, states in enumerate(prefixes):
+        assert torch.equal(states, expected[number % 2])
 
 
 @HERE

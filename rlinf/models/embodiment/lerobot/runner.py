@@ -212,7 +212,9 @@ class LocalRunner:
         from lerobot.policies.smolvla.modeling_smolvla import make_att_2d_masks
 
         if self.config.policy_type == "groot":
-            return groot_prefix(self.policy, self._prepared(batch))
+            prepared = self._prepared(batch)
+            with self._lock:  # the backbone stores values of the rows being processed
+                return groot_prefix(self.policy, prepared)
         policy, flow = self.policy, self.policy.model
         prepared = policy._prepare_batch(self._prepared(batch))
         tokens = (prepared[f"observation.language.{part}"] for part in ("tokens", "attention_mask"))

@@ -47,10 +47,10 @@ def without_weights(model_class: type[nn.Module], config: Any, **arguments: Any)
 
 
 @torch.no_grad()
-def defer_weights(model: nn.Module, tensors: Mapping[str, Weight], whole: Collection[str] = ()) -> None:
+def defer_weights(model: nn.Module, tensors: Mapping[str, Weight], complete: Collection[str] = ()) -> None:
     """Record which file stores each parameter of a model from ``without_weights``; read buffers immediately.
 
-    ``tensors`` maps names to all weights, in files or in memory (tied weights once). Modules in ``whole`` are read
+    ``tensors`` maps names to all weights, in files or in memory (tied weights once). Modules in ``complete`` are read
     immediately as well, because their weights are modified elsewhere. Raise NotDeferredError if names or shapes differ.
     """
     places: dict[int, list[str]] = {}
@@ -69,7 +69,7 @@ def defer_weights(model: nn.Module, tensors: Mapping[str, Weight], whole: Collec
         raise NotDeferredError("the names and shapes in its files differ from the model's")
     for (name,), names in zip(given, places.values(), strict=True):
         parameter, source = parameters[name], tensors[name]
-        if isinstance(source, FileTensor) and name.split(".")[0] not in whole:
+        if isinstance(source, FileTensor) and name.split(".")[0] not in complete:
             defer(parameter, source)
             continue
         numbers = in_memory(source).to(parameter.dtype, copy=True)

@@ -157,8 +157,8 @@ class LiberoVectorEnv(ProcessVectorEnv):
         """Select with an unperturbed task all its variants, unless ``config.tasks`` names some of them."""
         tasks, named = cls.all_task_names(config), set(super().selected_tasks(config))
         task_of = {task: twin[1] for task in tasks if (twin := cls.twin_of(config, task)) is not None}
-        whole = named - {task_of.get(task) for task in named}
-        return [task for task in tasks if task in named or task_of.get(task) in whole]
+        complete = named - {task_of.get(task) for task in named}
+        return [task for task in tasks if task in named or task_of.get(task) in complete]
 
     @classmethod
     def check_names(cls, config: LiberoConfig) -> None:

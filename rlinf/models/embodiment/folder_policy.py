@@ -136,7 +136,7 @@ class FolderPolicy(ActionModel):
         # Do not advance the random state, so that adapters, drawn next, are the same as for weights in memory.
         with torch.random.fork_rng(devices=[]):
             model = heads_in_float32(without_weights(cls, config, dtype=dtype, **given, **arguments))
-        defer_weights(model, weights, whole=cls.trained_in_full)
+        defer_weights(model, weights, complete=cls.trained_in_full)
         model._freeze()
         return model.eval()
 

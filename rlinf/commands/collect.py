@@ -10,6 +10,7 @@ import numpy as np
 
 from rlinf.commands.open_checkpoint import Opened, open_checkpoint, open_remote, policy_for
 from rlinf.config.schema import RunConfig, expert_acts
+from rlinf.data.config import SFTConfig
 from rlinf.data.formats import open_dataset
 from rlinf.data.lerobot_dataset import OWN_FILE
 from rlinf.data.lerobot_format import EXECUTED
@@ -74,7 +75,7 @@ def collect(config: RunConfig, human: Callable[[VectorEnv], Demonstrate] | None 
     env = make_env(config.env, min(settings.num_envs, settings.num_episodes), auto_reset=False)
     try:
         specs = collection_specs(env, settings.split, settings.num_episodes, config.seed)
-        earlier = settings.extends and open_dataset(config.sft, env, settings.extends, outcomes=True)
+        earlier = settings.extends and open_dataset(SFTConfig(), env, settings.extends, outcomes=True)
         policy, about = _policy(config, env) if human is None else (None, {"demonstrator": "human"})
         demonstrate = None if human is None else human(env)
         writer = LeRobotWriter(

@@ -1,18 +1,20 @@
 """Distils a base policy and its actor into one ordinary policy (PLD, Xiao et al. 2025)."""
 
 import json
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import yaml
 
-from rlinf.checkpoints.folders import has_checkpoints, read_saved_config, resolve_checkpoint
+from rlinf.checkpoints.folders import has_checkpoints, resolve_checkpoint
 from rlinf.commands.collect import collect
 from rlinf.commands.evaluate import evaluate
 from rlinf.commands.export import export, write_export
-from rlinf.commands.open_checkpoint import open_checkpoint
+from rlinf.commands.open_checkpoint import Opened, open_checkpoint
 from rlinf.commands.train import sft
+from rlinf.config.saved_code import code_overrides
 from rlinf.config.schema import RunConfig
 from rlinf.data.lerobot_dataset import OWN_FILE
 from rlinf.errors import ConfigError
@@ -24,14 +26,15 @@ from rlinf.models.embodiment.actor_policy import ActorPolicy
 from rlinf.number_formats import format_interval, format_p_value, format_points
 from rlinf.options import to_mapping
 from rlinf.preflight.conditions import build_manifest
+from rlinf.preflight.folders import check_writable
 from rlinf.preflight.saved import changes_since
 from rlinf.preflight.validation import validate
 from rlinf.report.compare_folders import evaluation_folder
-from rlinf.run_folder import CONFIG_FILE, RESULT_FILE, SUMMARY_FILE
+from rlinf.run_folder import LOCK_FILE, RESULT_FILE, SUMMARY_FILE
 
 BASE, EPISODES, RUN, POLICY, EVALUATIONS = "base", "episodes", "run", "policy", "evaluations"
 """Folders in the output."""
-DISTIL_FILE = "distil.json"
+DISTIL_FILE, SETTINGS_FILE, CARD_FILE = "distil.json", "distil.yaml", "DISTILLATION.md"
 IMPROVED, DISTILLED = "improved", "distilled"
 
 
@@ -40,60 +43,82 @@ def distil(config: RunConfig, output: Path) -> Path:
 
     Rolls out base and actor for ``collect.num_episodes`` episodes, fine-tunes the base policy on the successful ones with its
     own loss (``sft``), and evaluates the base policy, the improved one (with the actor) and the distilled one on the same
-    episodes. ``output/policy`` is an export with these results in its ``README.md``; ``output/distil.json`` also contains them.
+    episodes. ``output/policy`` is an export with these results in its ``DISTILLATION.md``; ``output/distil.json`` also contains them.
     The same call continues an interrupted distillation.
 
     Raise ConfigError if the checkpoint has no actor, no episode succeeded, or ``output`` has different settings; and
     the errors of the commands ``collect``, ``sft``, ``export`` and ``evaluate``.
     """
+    config = replace(config, checkpoint=str(resolve_checkpoint(str(config.checkpoint))))
+    if config.sft.max_steps == 0:
+        raise ConfigError("sft.max_steps=0; expected at least one step of fine-tuning. Set sft.max_steps=500")
+    if config.collect.extends is not None:
+        raise ConfigError("collect.extends would add episodes of a different policy. Set collect.extends=null")
+    check_writable(str(output), "output")
+    if any(path.name != LOCK_FILE for path in output.glob("*")) and not (output / SETTINGS_FILE).is_file():
+        raise ConfigError(f"output={output} exists and is not a distillation's. Set output=<a new folder>")
+    opened = _open(config)
+    cloning = _cloning(config, output, opened.policy.base.training_options)
+    with locked_folder(output):
+        collecting = replace(config, dataset=str(output / EPISODES))
+        if not is_complete(output / EPISODES):
+            shutil.rmtree(output / EPISODES, ignore_errors=True)  # of an interrupted call
+            validate(collecting, "collect")
+        _check_settings(config, output)
+        if not (output / BASE).exists():
+            _write_base(config, opened, output / BASE)
+        del opened  # its memory is needed for the policies below
+        if not is_complete(output / EPISODES):
+            collect(collecting)
+        if not (output / RUN / SUMMARY_FILE).is_file():
+            if has_checkpoints(output / RUN):
+                cloning = replace(cloning, resume=str(output / RUN), init_from=None)
+            else:
+                shutil.rmtree(output / RUN, ignore_errors=True)
+            validate(cloning, "sft")
+            sft(cloning)
+        if not (output / POLICY).exists():
+            export(output / RUN, output / POLICY, overrides=shlex.split(code_overrides(to_mapping(config))))
+        results = {
+            BASE: _evaluate(config, output / BASE, output / EVALUATIONS / BASE),
+            IMPROVED: _evaluate(config, Path(str(config.checkpoint)), output / EVALUATIONS / IMPROVED),
+            DISTILLED: EvaluationResult.from_json(evaluation_folder(output / RUN) / RESULT_FILE),
+        }
+        report = _report(results, output / EPISODES)
+        write_text(output / DISTIL_FILE, json.dumps(report, indent=1))
+        write_text(output / POLICY / CARD_FILE, f"# A distilled policy\n\n{_table(report)}\n")
+    print(f"{_table(report)}\npolicy: {output / POLICY}", flush=True)
+    return output / POLICY
+
+
+def _open(config: RunConfig) -> Opened:
+    """Open the checkpoint; raise ConfigError if it has no actor, or its base policy cannot be trained."""
     opened = open_checkpoint(str(config.checkpoint), config)
     if not isinstance(opened.policy, ActorPolicy):
         raise ConfigError(
             f"checkpoint={config.checkpoint} is a policy without an actor; expected a base policy and an actor. "
             "Set checkpoint=<a run with algorithm=sac or td3>"
         )
-    if config.sft.max_steps == 0:
-        raise ConfigError("sft.max_steps=0; expected at least one step of fine-tuning. Set sft.max_steps=500")
-    cloning = _cloning(config, output, opened.policy)
-    with locked_folder(output):
-        _check_settings(config, output)
-        if not (output / BASE).exists():
-            base, saved = opened.policy.base.eval(), opened.manifest
-            manifest = replace(build_manifest(config, base, policy_version=0), probe=saved.probe, fps=saved.fps)
-            write_export(config, base, manifest, output / BASE)
-        del opened
-        if not _is_complete(output / EPISODES):
-            shutil.rmtree(output / EPISODES, ignore_errors=True)  # of an interrupted call
-            collecting = replace(config, dataset=str(output / EPISODES))
-            validate(collecting, "collect")
-            collect(collecting)
-        if not (output / RUN / SUMMARY_FILE).is_file():
-            validate(cloning, "sft")
-            resumed = {"resume": str(output / RUN), "init_from": None} if has_checkpoints(output / RUN) else {}
-            sft(replace(cloning, **resumed))
-        if not (output / POLICY).exists():
-            export(output / RUN, output / POLICY)
-        results = {
-            BASE: _evaluate(config, output / BASE, output / EVALUATIONS / BASE),
-            IMPROVED: _evaluate(config, resolve_checkpoint(str(config.checkpoint)), output / EVALUATIONS / IMPROVED),
-            DISTILLED: EvaluationResult.from_json(evaluation_folder(output / RUN) / RESULT_FILE),
-        }
-        report = _report(results, output / EPISODES)
-        write_text(output / DISTIL_FILE, json.dumps(report, indent=1))
-        write_text(output / POLICY / "README.md", f"# A distilled policy\n\n{_table(report)}\n")
-    print(f"{_table(report)}\npolicy: {output / POLICY}", flush=True)
-    return output / POLICY
+    base = opened.policy.base
+    type(base).check_sft(replace(base.config, **base.training_options) if base.training_options else base.config)
+    return opened
 
 
-def _cloning(config: RunConfig, output: Path, policy: ActorPolicy) -> RunConfig:
+def _write_base(config: RunConfig, opened: Opened, folder: Path) -> None:
+    """Write the base policy as an export."""
+    base, saved = opened.policy.base.eval(), opened.manifest
+    manifest = replace(build_manifest(config, base, policy_version=0), probe=saved.probe, fps=saved.fps)
+    write_export(config, base, manifest, folder)
+
+
+def _cloning(config: RunConfig, output: Path, training_options: Json) -> RunConfig:
     """Return the configuration that fine-tunes the base policy on the successful episodes."""
-    override_config = {**config.model.override_config, **policy.base.training_options}
     return replace(
         config,
         checkpoint=None,
         init_from=str(output / BASE),
         output_dir=str(output / RUN),
-        model=replace(config.model, override_config=override_config),
+        model=replace(config.model, override_config={**config.model.override_config, **training_options}),
         sft=replace(config.sft, dataset=str(output / EPISODES), filter="successes"),
         trainer=replace(config.trainer, max_steps=0),
     )
@@ -101,15 +126,16 @@ def _cloning(config: RunConfig, output: Path, policy: ActorPolicy) -> RunConfig:
 
 def _check_settings(config: RunConfig, output: Path) -> None:
     """Store the configuration in ``output``; raise ConfigError if a different one is stored there."""
-    if not (output / CONFIG_FILE).exists():
-        write_text(output / CONFIG_FILE, yaml.safe_dump(to_mapping(config), sort_keys=False))
-    elif changes := changes_since(read_saved_config(output), config):
+    path = output / SETTINGS_FILE
+    if not path.exists():
+        write_text(path, yaml.safe_dump(to_mapping(config), sort_keys=False))
+    elif changes := changes_since(yaml.safe_load(path.read_text(encoding="utf-8")), config):
         raise ConfigError(
             f"output={output} was started with different settings ({', '.join(changes)}); expected equal ones. Set output=<a new folder>"
         )
 
 
-def _is_complete(episodes: Path) -> bool:
+def is_complete(episodes: Path) -> bool:
     """Return whether all episodes were run."""
     about = episodes / "meta" / OWN_FILE
     return about.is_file() and json.loads(about.read_text(encoding="utf-8"))["whole"]

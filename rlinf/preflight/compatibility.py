@@ -1,8 +1,9 @@
 """Cross-checks of model, env, data and evaluation: each must provide the inputs of the next."""
 
 import importlib.util
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ import torch
 from rlinf.config.schema import RunConfig, expert_acts
 from rlinf.data.config import SFTConfig
 from rlinf.data.formats import action_columns, describe_dataset, image_columns, state_columns
+from rlinf.data.lerobot_dataset import OWN_FILE
 from rlinf.data.lerobot_format import INTERVENTION, SUCCESS
 from rlinf.data.stored import DatasetInfo
 from rlinf.distributed.process_group import resolve_device
 from rlinf.engines.vllm_engine import check_temperature, require_vllm
 from rlinf.envs import ENVS
 from rlinf.envs.base import options_of_expert
+from rlinf.envs.config import EnvConfig
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean, reject
 from rlinf.evaluation.stopping import DECIDED
 from rlinf.models.building import entry_for
@@ -246,15 +249,7 @@ def check_dataset(
     for package in info.packages:
         require_package(package, f"{key}={folder} ({info.format})", package, f"{key}=null")
     _check_recorded_env(config, info, fix)
-    for camera, column in zip(env.cameras, image_columns(info, env.cameras, sft.cameras), strict=True):
-        height, width = info.image_shapes[column]
-        if (height, width) != (env.image_size, env.image_size):
-            resized = f"env.image_size={height}" if height == width else "sft.cameras=<cameras with square images>"
-            reject(
-                f"The images '{column}' of {info.folder} have {height} x {width} pixels",
-                f"{env.image_size} x {env.image_size} (env.image_size) for the camera '{camera}' of the env",
-                f"{resized}, or {fix}",
-            )
+    _check_image_sizes(env, info, sft.cameras, fix)
     columns, action_dim = action_columns(info, sft.action_key, config.model.action_token_len)
     if action_dim != config.model.action_token_len:
         actual = f"The actions of {info.folder} have {action_dim} dimensions"
@@ -267,6 +262,30 @@ def check_dataset(
         actual = f"The state of {info.folder} ({', '.join(columns) or info.state_key}) has {state_dim} dimensions"
         reject(actual, f"{env_state_dim}, the env's", f"sft.state_key={same[0]}" if same else fix)
     return info
+
+
+def _check_image_sizes(env: EnvConfig, info: DatasetInfo, cameras: Sequence[str] | None, fix: str) -> None:
+    """Check that a dataset's images have the env's size."""
+    for camera, column in zip(env.cameras, image_columns(info, env.cameras, cameras), strict=True):
+        height, width = info.image_shapes[column]
+        if (height, width) != (env.image_size, env.image_size):
+            resized = f"env.image_size={height}" if height == width else "sft.cameras=<cameras with square images>"
+            reject(
+                f"The images '{column}' of {info.folder} have {height} x {width} pixels",
+                f"{env.image_size} x {env.image_size} (env.image_size) for the camera '{camera}' of the env",
+                f"{resized}, or {fix}",
+            )
+
+
+def _check_new_episodes(config: RunConfig, folder: Path) -> None:
+    """Check that a collection does not repeat the initial states of the dataset that it extends."""
+    about = json.loads((folder / "meta" / OWN_FILE).read_text(encoding="utf-8"))
+    if (about["seed"], about["collect"]["split"]) == (config.seed, config.collect.split):
+        reject(
+            f"{folder} was collected with seed={config.seed}, too",
+            "different initial states",
+            f"seed={config.seed + 1}",
+        )
 
 
 def _check_recorded_env(config: RunConfig, info: DatasetInfo, fix: str) -> None:
@@ -334,9 +353,18 @@ def check_collect(config: RunConfig, by_human: bool) -> None:
         require_package("av", "collect.video=true", "av", "collect.video=false")
     if collect.extends is not None:
         info, key = describe_dataset(collect.extends, "collect.extends"), "collect.extends=<a different folder>"
-        if not info.env:
+        if not info.env or info.reports_intervention:
             reject(f"{info.folder} was not written by `rlinf collect`", "a dataset that it has written", key)
         _check_recorded_env(config, info, key)
+        _check_image_sizes(env, info, None, key)
+        state_dim = ENVS.get(env.name).state_width(env)
+        if state_dim is not None and state_columns(info, None)[1] != state_dim:
+            reject(
+                f"The state of {info.folder} has {state_columns(info, None)[1]} dimensions",
+                f"{state_dim}, the env's",
+                key,
+            )
+        _check_new_episodes(config, info.folder)
     if expert_acts(config) and not by_human:
         fix = "checkpoint=<checkpoint or run folder> to run its policy"
         ENVS.get(env.name).check_expert(env, options_of_expert(config.sft.expert), fix)

@@ -1,6 +1,8 @@
 """`rlinf distil`: a base policy and its actor become one ordinary policy, with the numbers of all three."""
 
+import itertools
 import json
+import pkgutil
 from pathlib import Path
 
 import numpy as np
@@ -61,29 +63,41 @@ def test_the_distilled_policy_keeps_the_improvement_without_the_actor(folder, tm
     about = json.loads((out / "episodes" / "meta" / "rlinf.json").read_text(encoding="utf-8"))
     outcomes = [row["success"] for row in about["episodes"]]
     assert (report["cloned"]["successes"], report["cloned"]["episodes"]) == (sum(outcomes), 60)
-    assert f"{report['retained']:.0%}" in (out / "policy" / "README.md").read_text(encoding="utf-8")
+    assert f"{report['retained']:.0%}" in (out / "policy" / "DISTILLATION.md").read_text(encoding="utf-8")
+
+
+def interrupted(function, number: int):
+    """Return ``function``, of which call ``number`` is a Ctrl-C."""
+    calls = itertools.count(1)
+
+    def call(*args, **kwargs):
+        if next(calls) == number:
+            raise KeyboardInterrupt
+        return function(*args, **kwargs)
+
+    return call
 
 
 def test_an_interrupted_distillation_continues(folder, tmp_path, monkeypatch):
-    """A call that was killed in each of its stages ends with the files of one that was not."""
-    again = [f"checkpoint={folder / 'run'}", f"output={tmp_path / 'out'}", *DISTILLED]
-    finished: list[str] = []
-    for stage in ("sft", "export", "evaluate"):
-
-        def stop(*_, stage=stage):
-            finished.append(stage)
-            raise KeyboardInterrupt
-
+    """Interrupted in the middle of the rollouts, of cloning and of an evaluation, it ends with the files of the fixture."""
+    out = tmp_path / "out"
+    again = ["distil", f"checkpoint={folder / 'run'}", f"output={out}", *DISTILLED, "trainer.save_every=20"]
+    for target, number in (
+        ("rlinf.commands.collect.run_episodes", 3),
+        ("rlinf.training.cloning_trainer.CloningTrainer.update", 60),
+        ("rlinf.commands.distil.export", 1),
+        ("rlinf.evaluation.partial.PartialResults.add", 50),
+    ):
+        module, _, name = target.rpartition(".")
+        owner = pkgutil.resolve_name(module)
         with monkeypatch.context() as patch:
-            patch.setattr(f"rlinf.commands.distil.{stage}", stop)
+            patch.setattr(owner, name, interrupted(getattr(owner, name), number))
             with pytest.raises((KeyboardInterrupt, SystemExit)):
-                raise SystemExit(main(["distil", *again]))
-    assert finished == ["sft", "export", "evaluate"]
-    data = (tmp_path / "out" / "episodes" / "data").stat().st_mtime_ns
-    assert main(["distil", *again]) == 0
-    assert (tmp_path / "out" / "episodes" / "data").stat().st_mtime_ns == data, "collected once"
+                raise SystemExit(main(again))
+    assert (out / "run" / "checkpoints").is_dir() and not (out / "distil.json").exists()
+    assert main(again) == 0
     for name in ("distil.json", "policy/model.safetensors"):
-        assert (tmp_path / "out" / name).read_bytes() == (folder / "out" / name).read_bytes()
+        assert (out / name).read_bytes() == (folder / "out" / name).read_bytes()
 
 
 def rejection(*arguments: str) -> str:
@@ -103,7 +117,12 @@ def test_what_cannot_be_distilled_is_rejected_before_an_episode(folder, tmp_path
     assert "collect.num_episodes 60 -> 61" in rejection(
         run, f"output={folder / 'out'}", *DISTILLED, "collect.num_episodes=61"
     )
+    assert "collect.extends=null" in rejection(run, out, "collect.extends=data")
+    assert "Set collect.num_episodes=" in rejection(run, out, "collect.num_episodes=10000000")
     assert not (tmp_path / "out").exists()
+    (tmp_path / "own" / "episodes").mkdir(parents=True)
+    assert "is not a distillation's" in rejection(run, f"output={tmp_path / 'own'}")
+    assert (tmp_path / "own" / "episodes").is_dir()
     few_steps = ["env.max_episode_steps=1", "evaluation.allow_mismatch=[env]", "collect.num_episodes=3"]
     assert "None of 3 episodes succeeded" in rejection(run, out, *few_steps)
     assert not (tmp_path / "out" / "policy").exists()

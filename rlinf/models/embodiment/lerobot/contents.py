@@ -43,6 +43,8 @@ NAMES = {
 """Fields that name a tokenizer or model, and the field in ``LerobotConfig`` that overrides each one."""
 CODE = re.compile(r"auto_map|attn_implementation['\"]: ['\"][^'\"]*/")
 """Entries of a configuration for which transformers would load code: a module in the folder, or a kernel of a hub."""
+DESCRIPTIONS = ("tokenizer_config.json", "config.json", "processor_config.json")
+"""Files of which one shows that a model or tokenizer is in the hub's cache."""
 LARGEST_COUNT, LARGEST_SHAPE = 100_000, 10**8
 """Maximum width or number of steps, and maximum number of elements in a shape."""
 COUNTS = ("n_obs_steps", "chunk_size", "horizon", "action_chunk_size", "n_action_steps", "dim_model", "max_action_dim")
@@ -174,7 +176,7 @@ def cached_folder(name: str) -> str | None:
     """Return the folder of a model in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
 
-    files = [try_to_load_from_cache(name, file) for file in ("config.json", "tokenizer_config.json")]
+    files = [try_to_load_from_cache(name, file) for file in DESCRIPTIONS]
     return next((str(Path(file).parent) for file in files if isinstance(file, str)), None)
 
 
@@ -194,7 +196,7 @@ def local_tokenizer(folder: Path, name: str) -> str | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        files = [try_to_load_from_cache(name, f"{part}config.json") for part in ("tokenizer_", "", "processor_")]
+        files = [try_to_load_from_cache(name, file) for file in DESCRIPTIONS]
         return name if any(isinstance(file, str) for file in files) else None
     except HFValidationError:
         return None

@@ -29,8 +29,8 @@ def other_format(values: Mapping[str, Any]) -> Finding | None:
         return Finding("config.json", "is in NVIDIA's own format", fix)
     if values.get("type") != "groot":
         return None
-    found = re.search(r"n1[._d]?(\d)", f"{values.get('base_model_path')}".lower())
-    version = "5" if values.get("tokenizer_assets_repo") else found[1] if found else "7"
+    named = re.search(r"n1[._d]?(\d)", f"{values.get('base_model_path')}".lower())
+    version = "5" if values.get("tokenizer_assets_repo") else named[1] if named else "7"
     fix = "train again from nvidia/GR00T-N1.7-3B (lerobot 0.6.1 or later)"
     return Finding("config.json", f"is of GR00T N1.{version}; only N1.7 is supported", fix) if version != "7" else None
 
@@ -57,6 +57,16 @@ def groot_findings(folder: Path, values: Mapping[str, Any], base: str | None, im
     if packing and tag not in known:
         problem = f"'{tag!s:.80}' is not in the embodiment_mapping of policy_preprocessor.json, so embodiment 0 is used"
         yield Finding("embodiment_tag", problem, f"write one of {', '.join(map(str, known))}")
+    relative = any(
+        step.get("registry_name") == "relative_actions_processor" and (step.get("config") or {}).get("enabled")
+        for step in steps
+    )
+    if relative or values.get("use_relative_actions"):
+        yield Finding(
+            "use_relative_actions",
+            "is true, but actions relative to the state are not supported",
+            "set it to false and train again",
+        )
     # lerobot reads LIBERO's second camera by either name.
     second = "image2" if "image2" in images else "wrist_image"
     views = [second if x == "wrist_image" else x for x in packing.get("video_modality_keys") or images]

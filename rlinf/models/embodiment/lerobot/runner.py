@@ -163,7 +163,9 @@ class LocalRunner:
     def _tokenizer(self, field: str, name: str) -> str:
         """Return a tokenizer's local path or else its name; ``config.tokenizer`` only replaces text tokenizers."""
         name = name if field == "action_tokenizer_name" else self.config.tokenizer or name
-        return local_tokenizer(self.folder, name) or name
+        place = local_tokenizer(self.folder, name) or name
+        # GR00T's processor allows code: load exactly the files that were checked, which a hub cannot replace.
+        return cached_folder(place) or place if field == "model_name" and not Path(place).is_dir() else place
 
     def to(self, device: torch.device) -> None:
         if device == self.device:

@@ -228,6 +228,9 @@ BLIND: dict[str, tuple[Callable[[Path], object], Callable[[Path], Path], str, st
         _set(f"{AFTER}.json", "steps", 0, "config", value={"normalize_min_max": False}), make_groot, "action", "normalize_min_max=False"
     ),
     "actions relative to the state": (_decoding(use_relative_action=True), make_groot, "action", "use_relative_action=True"),
+    "its generic form": (
+        _set("config.json", "use_relative_actions", value=True), make_groot, "use_relative_actions", "train again"
+    ),
     "an embodiment without statistics": (_decoding(raw_stats={"action": {}}), make_groot, "action", "is empty"),
     "an unknown embodiment": (
         _set(f"{BEFORE}.json", "steps", 0, "config", "embodiment_tag", value="leg"), make_groot, "embodiment_tag", "arm"
@@ -526,3 +529,22 @@ def test_files_of_the_hubs_cache_may_be_links(tmp_path: Path) -> None:
         path.rename(home / "blobs" / str(number))
         path.symlink_to(Path("../../blobs") / str(number))
     assert check_folder(folder) == []
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", "processor_config.json"])
+def test_code_in_the_hubs_cache_is_refused_whichever_file_is_there(file, tmp_path, monkeypatch):
+    folder, cache = make_groot(tmp_path / "folder"), tmp_path / "cache"
+    cache.mkdir()
+
+    def rename(values):
+        for step in values["steps"]:
+            if "model_name" in (step.get("config") or {}):
+                step["config"]["model_name"] = "somebody/processor"
+
+    change(folder, f"{BEFORE}.json", rename)
+    stored = lambda repo, name: str(cache / name) if repo == "somebody/processor" and (cache / name).is_file() else None  # noqa: E731
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", stored)
+    write(cache / file, {})
+    assert not check_folder(folder), "control: without code"
+    write(cache / file, {"auto_map": {"AutoProcessor": "run.Run"}})
+    assert "contains code" in str(check_folder(folder)[0])

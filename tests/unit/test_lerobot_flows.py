@@ -61,6 +61,16 @@ def test_a_flow_is_steered_by_its_noise(kind: str, folders: Folders) -> None:
 
 
 @HERE
+@pytest.mark.parametrize("kind", ["smolvla", "xvla", "groot"])
+def test_features_of_an_actor_contain_the_robots_state(kind: str, folders: Folders) -> None:
+    model, rows = build_policy({"model": section(folders[kind])}), observation()
+    before = model.propose(model.preprocess(rows)).features
+    assert torch.equal(model.propose(model.preprocess(rows)).features, before)
+    rows.state[:] += 0.3
+    assert float((model.propose(model.preprocess(rows)).features - before).abs().max()) > 0.02
+
+
+@HERE
 @pytest.mark.parametrize("kind", ["smolvla", "groot"])
 def test_threads_of_a_rollout_do_not_mix_their_rows(kind: str, folders: Folders) -> None:
     """GR00T's backbone stores values of the rows being processed; without a lock, some prefixes differ."""

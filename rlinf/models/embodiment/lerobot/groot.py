@@ -152,6 +152,7 @@ def groot_prefix(policy: Any, prepared: Mapping[str, Any]) -> FlowPrefix:
                 pad(encoded.image_mask, (left, 0)),
                 acting.embodiment_id,
                 features.state_features,
+                acting.state,
                 pad(features.backbone_features, (0, 0, left, 0)),
             )
         )
@@ -162,7 +163,7 @@ def groot_prefix(policy: Any, prepared: Mapping[str, Any]) -> FlowPrefix:
 
 def groot_velocity(policy: Any, prefix: FlowPrefix, x: Tensor, t: Tensor) -> Tensor:
     """Return ``noise - action`` at ``x [B, H, D]`` and ``t [B]`` (1 is noise), with gradients."""
-    head, (images, embodiment, state) = policy._groot_model.action_head, prefix.cache
+    head, (images, embodiment, state, _) = policy._groot_model.action_head, prefix.cache
     # lerobot's time is 0 at noise; t is a multiple of 1 / n up to rounding.
     bucket = ((1 - t.double()) * head.num_timestep_buckets + 1e-3).long()
     with _precision(policy, x.device):

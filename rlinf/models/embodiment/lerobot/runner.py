@@ -37,6 +37,8 @@ FEATURES: dict[str, tuple[str, str]] = {
     "groot": ("_groot_model.action_head.model", "encoder_hidden_states"),
 }
 """Maps policy types to the module whose output (or argument), averaged over positions, is used as an actor's features."""
+STATES = {"xvla": "observation.state", "groot": "state"}
+"""Maps policy types whose module lacks the robot's state to the input with it, which is appended to the features."""
 CHUNKS: dict[str, Callable[..., Tensor]] = {"vqbet": code_chunk, "xvla": xvla_chunk, "groot": groot_chunk}
 """Chunk functions of policy types whose ``predict_action_chunk`` does not use ``noise``."""
 
@@ -196,7 +198,10 @@ class LocalRunner:
         with self._lock, captured_states(self.policy, *module) as states, seeded_steps(self.policy, given):
             chunk = CHUNKS.get(self.config.policy_type, flow_chunk)(self.policy, prepared, given, count)
         chunks = self._after_each(chunk).cpu().unflatten(0, (rows, count)).numpy()
-        return RunnerOutput(chunks, torch.cat(states)[: rows * count : count].float().cpu().numpy())
+        features = torch.cat(states)[: rows * count : count].float()
+        if (state := prepared.get(STATES.get(self.config.policy_type))) is not None:
+            features = torch.cat((features, state.flatten(1).float()), 1)
+        return RunnerOutput(chunks, features.cpu().numpy())
 
     def loss(self, batch: Mapping[str, Any], actions: Tensor, seed: int) -> Tensor:
         """Return the policy's own loss for a ``batch`` as in ``run``, a scalar with gradients.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -159,3 +160,7 @@ class GrootPolicy(SmolVLAPolicy):
 
     config_class = GrootConfig
     vlm_name = "_groot_model.backbone"
+
+    def _step_values(self, prefix: FlowPrefix, output: Tensor) -> Tensor:
+        *_, state = prefix.cache
+        return self._values(torch.cat((masked_mean(prefix.states, prefix.mask), state.flatten(1)), 1))

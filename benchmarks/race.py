@@ -399,13 +399,13 @@ def runs_of(group: Path) -> dict[str, dict[int, list[Point]]]:
                 if kind.learns_from_actor:
                     actor = group / f"residual_seed{seed}"
                     about = json.loads((improved_folder(actor) / "meta" / OWN_FILE).read_text())
-                    last, rolled_out = curve(actor)[-1], sum(each["num_env_steps"] for each in about["episodes"])
+                    last, rolled_out = curve(actor)[-1], sum(row["num_env_steps"] for row in about["episodes"])
                     points = [
                         replace(
-                            each, env_steps=last.env_steps + rolled_out, cpu_s=each.cpu_s + last.cpu_s,
-                            passes=each.passes + last.passes + rolled_out,
+                            point, env_steps=last.env_steps + rolled_out, cpu_s=point.cpu_s + last.cpu_s,
+                            passes=point.passes + last.passes + rolled_out,
                         )
-                        for each in points
+                        for point in points
                     ]  # fmt: skip
                 found.setdefault(method, {})[seed] = points
     return found

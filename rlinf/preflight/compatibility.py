@@ -277,17 +277,6 @@ def _check_image_sizes(env: EnvConfig, info: DatasetInfo, cameras: Sequence[str]
             )
 
 
-def _check_new_episodes(config: RunConfig, folder: Path) -> None:
-    """Check that a collection does not repeat the initial states of the dataset that it extends."""
-    about = json.loads((folder / "meta" / OWN_FILE).read_text(encoding="utf-8"))
-    if (about["seed"], about["collect"]["split"]) == (config.seed, config.collect.split):
-        reject(
-            f"{folder} was collected with seed={config.seed}, too",
-            "different initial states",
-            f"seed={config.seed + 1}",
-        )
-
-
 def _check_recorded_env(config: RunConfig, info: DatasetInfo, fix: str) -> None:
     """Check that a dataset was collected with the current env and its settings (action repeats, camera flips, physics)."""
     folder, recorded, env = info.folder, info.env, config.env
@@ -353,7 +342,9 @@ def check_collect(config: RunConfig, by_human: bool) -> None:
         require_package("av", "collect.video=true", "av", "collect.video=false")
     if collect.extends is not None:
         info, key = describe_dataset(collect.extends, "collect.extends"), "collect.extends=<a different folder>"
-        if not info.env or info.reports_intervention:
+        path = info.folder / "meta" / OWN_FILE
+        about = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if "collect" not in about:  # `rlinf convert` and `rlinf robot` also write this file
             reject(f"{info.folder} was not written by `rlinf collect`", "a dataset that it has written", key)
         _check_recorded_env(config, info, key)
         _check_image_sizes(env, info, None, key)
@@ -364,7 +355,9 @@ def check_collect(config: RunConfig, by_human: bool) -> None:
                 f"{state_dim}, the env's",
                 key,
             )
-        _check_new_episodes(config, info.folder)
+        if (about["seed"], about["collect"]["split"]) == (config.seed, collect.split):
+            actual = f"{info.folder} was collected with seed={config.seed}, too"
+            reject(actual, "different initial states", f"seed={config.seed + 1}")
     if expert_acts(config) and not by_human:
         fix = "checkpoint=<checkpoint or run folder> to run its policy"
         ENVS.get(env.name).check_expert(env, options_of_expert(config.sft.expert), fix)

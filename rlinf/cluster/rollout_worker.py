@@ -60,6 +60,12 @@ class RolloutWorker(PolicyReplica):
         super().__init__(shell, resolve_device(config.cluster.device, 1))
         self.engine = _engine(config, self.model, placement) if placement.num_env_groups else None
         self.policy: Any = self.model if self.engine is None else self.engine
+        self.merged = None
+        if placement.num_env_groups and config.rollout.merge_adapters:
+            from rlinf.models.lora import MergedCopy  # imports peft
+
+            self.merged = MergedCopy(self.model)
+            self.policy = self.merged.policy
         num_envs = -(-config.evaluation.num_envs // placement.num_rollout_workers)
         self.env = env_maker(config, num_neighbours)(num_envs, auto_reset=False)
         self._autocast = partial(autocast, self.model, config.model.precision)
@@ -81,8 +87,10 @@ class RolloutWorker(PolicyReplica):
         return held if self.engine is None or self.engine.version == held else None
 
     def commit(self) -> int:
-        """Complete a push, update the engine, and return the version."""
+        """Complete a push, update the engine or the merged adapters, and return the version."""
         version = super().commit()
+        if self.merged is not None:
+            self.merged.refresh()
         if self.engine is not None:
             self.engine.update_weights(version)
         return version

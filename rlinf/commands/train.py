@@ -403,7 +403,8 @@ def _distribute(
 
         envs_per_rank = rollout.num_envs // world_size()
         generator = VllmPolicy(rollout_model, options, envs_per_rank, torch.get_num_threads(), trained)
-    return parallel, WeightPush(model, rollout_model, generator)
+    merges = rollout.merge_adapters and trainer.max_steps > 0 and skeleton is None  # rollout workers merge themselves
+    return parallel, WeightPush(model, rollout_model, generator, merges)
 
 
 def _engine_options(config: RunConfig, model: torch.nn.Module, memory: int) -> VllmOptions:

@@ -43,6 +43,7 @@ from rlinf.llm.token_policy import TokenPolicy, TokenPolicyConfig, check_trainab
 from rlinf.models.config import LoraConfig
 from rlinf.models.layers import check_compiler, set_training_options
 from rlinf.models.lora import apply_lora, merged_state_dict
+from rlinf.models.norms import fuse_norms
 from rlinf.models.precision import torch_dtype_of
 from rlinf.models.weights_in_files import check_read, how_read
 from rlinf.optim.reference import Reference
@@ -272,7 +273,8 @@ class HuggingFacePolicy(TokenPolicy):
         return model
 
     def _adapt(self, model: nn.Module) -> None:
-        """Add the configured adapters to the model."""
+        """Set up kernels, and add the configured adapters to the model."""
+        fuse_norms(model)
         if self._lora is not None:
             with torch.random.fork_rng():
                 # Seed here, because the current random state depends on the number of ranks.
@@ -322,6 +324,7 @@ def _choose(model_name: str, config: HuggingFacePolicyConfig, lora: LoraConfig |
 
 def _shapes(model_name: str, config: HuggingFacePolicyConfig, lora: LoraConfig | None) -> HFModel:
     shapes = model_shapes(model_name, config.trust_remote_code, torch_dtype_of(config.torch_dtype))
+    fuse_norms(shapes)
     if lora is not None:
         # Preserve the random state, because a single process does not initialise adapters here.
         with torch.random.fork_rng(devices=[]):

@@ -31,6 +31,7 @@ from rlinf.models.config import LoraConfig
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.embodiment.folder_policy import write_safetensors
 from rlinf.models.loading import read_json
+from rlinf.models.lora_linear import fuse_adapters
 from rlinf.run_folder import ADAPTER_FILE, FULL_FILE
 
 logger = logging.getLogger("rlinf")
@@ -69,6 +70,7 @@ def apply_lora(model: nn.Module, lora: LoraConfig, lora_path: str | None = None)
         problem = f"{TARGETS}={lora.target_modules} matches no layer of {type(model).__name__}: {error}."
         raise ConfigError(problem, **{TARGETS: None}) from error
     _match_formats_on_meta(model)
+    fuse_adapters(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name or is_trained_in_full(model, name))
     if lora_path is not None:
@@ -105,6 +107,11 @@ def _adapters_in_memory() -> Iterator[None]:
         BaseTunerLayer._move_adapter_to_device_of_base_layer = move
     for module, key, parameter in drawn:
         module._parameters[key] = parameter
+
+
+def adapted_weights(model: nn.Module) -> list[Tensor]:
+    """Return the base weights of all layers with an adapter."""
+    return [layer.get_base_layer().weight for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -190,6 +197,59 @@ def merged_tensors(
 
 def merged_state_dict(model: nn.Module, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     return dict(merged_tensors(model, state=state))
+
+
+class MergedCopy:
+    """A policy for rollouts: a copy whose adapters are merged, while the original keeps base weights and adapters apart.
+
+    The copy has its own weights for adapted layers only; ``refresh`` overwrites them in place, so that CUDA graphs remain valid. All
+    remaining parameters and buffers are the original's. Raise ConfigError without adapters or with tied adapted weights.
+
+    Attributes:
+        policy: The copy. Its adapted weights are 0 before the first ``refresh``.
+    """
+
+    def __init__(self, model: ActionModel) -> None:
+        if not has_adapters(model):
+            raise ConfigError("The model has no LoRA layers to merge. Set model.is_lora=true")
+        check_untied(model)
+        shared = [*model.parameters(), *model.buffers()]
+        self.policy = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+        del self.policy.peft_config
+        self._merged: list[tuple[BaseTunerLayer, nn.Parameter]] = []
+        for name, layer in model.named_modules():
+            if isinstance(layer, BaseTunerLayer):
+                parent, _, child = name.rpartition(".")
+                plain = self.policy.get_submodule(name).get_base_layer()
+                plain.weight = nn.Parameter(torch.zeros_like(plain.weight), requires_grad=False)
+                setattr(self.policy.get_submodule(parent), child, plain)
+                self._merged.append((layer, plain.weight))
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Merge the original's present adapters."""
+        narrow = [weight.numel() for _, weight in self._merged if weight.dtype == torch.bfloat16]
+        noise = _noise(max(narrow, default=0), self._merged[0][1].device)
+        for layer, weight in self._merged:
+            merged = layer.get_base_layer().weight.float() + layer.get_delta_weight("default").float()
+            weight.copy_(_dithered(merged, noise[: merged.numel()]) if weight.dtype == torch.bfloat16 else merged)
+
+
+def _dithered(numbers: Tensor, noise: Tensor) -> Tensor:
+    """Round float32 up or down to bfloat16, in place, with probabilities that make the mean error 0; return the float32 tensor.
+
+    Rounding to nearest would return a bfloat16 weight unchanged if an adapter adds less than half of its spacing to the next number,
+    as in most of RL. ``noise`` is the result of ``_noise`` for as many elements.
+    """
+    # The noise is added to the 16 bits that bfloat16 lacks.
+    numbers.view(torch.int32).add_(noise.view(numbers.shape)).bitwise_and_(-0x10000)
+    return numbers
+
+
+def _noise(count: int, device: torch.device | str) -> Tensor:
+    """Return uniform integers from 0 to 65,535 as int32 ``[count]``: hashes of the positions, the same in every call."""
+    hashes = torch.arange(count, dtype=torch.int32, device=device).mul_(-1640531535)
+    return hashes.bitwise_xor_(hashes >> 15).mul_(-2048144789).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
 
 
 def adapter_fingerprint(tensors: Mapping[str, Tensor]) -> str:

@@ -184,6 +184,27 @@ def check_rollout(config: RunConfig, policy: ClassAndConfig | None) -> None:
     require_vllm("set rollout.backend=torch")
 
 
+def check_merged(config: RunConfig, has_rollouts: bool) -> None:
+    """Check that there are rollouts and adapters for ``rollout.merge_adapters``, in a precision that preserves small updates."""
+    off = "rollout.merge_adapters=false"
+    if not config.rollout.merge_adapters:
+        return
+    if not has_rollouts:
+        actual = f"rollout.merge_adapters=true with algorithm.name={config.algorithm.name}"
+        reject(actual, "a policy-gradient algorithm, which updates the adapters", f"{off}, or algorithm=ppo")
+    require_values(
+        config,
+        "rollout.merge_adapters=true",
+        ("model.is_lora", True, "adapters", off),
+        ("rollout.backend", "torch", "policy calls of torch; vLLM merges in every case", off),
+        ("rollout.worker_processes", 0, "rollouts in this process or on rollout workers", off),
+    )
+    if config.model.precision not in ("fp32", "bf16"):
+        # Autocast would round the merged float32 weights to nearest.
+        actual = f"rollout.merge_adapters=true with model.precision={config.model.precision}"
+        reject(actual, "fp32 or bf16", f"model.precision=bf16, or {off}")
+
+
 def check_demonstrator(config: RunConfig) -> None:
     """Check that the env has the scripted expert that behaviour cloning needs."""
     fix = "sft.dataset=<folder>, or sft.max_steps=0 for RL only"

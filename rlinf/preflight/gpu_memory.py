@@ -313,6 +313,7 @@ def _check_state(config: RunConfig, estimate: MemoryEstimate, memory: GpuMemory,
 def _less_state(config: RunConfig, memory: GpuMemory, frozen: bool) -> str:
     """Return overrides that reduce the memory of a policy between its passes."""
     fixes = ["rollout.vllm.sleep=true"] if memory.engine and not memory.engine_sleeps else []
+    fixes += ["rollout.merge_adapters=false"] if config.rollout.merge_adapters else []
     fixes += [] if config.model.is_lora or frozen else ["model.is_lora=true"]
     fixes += [] if config.trainer.cpu_offload or trains_actor(config) else ["trainer.cpu_offload=true"]
     if not (trains_actor(config) or config.trainer.cpu_offload or config.trainer.shard_size):

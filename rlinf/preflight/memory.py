@@ -28,7 +28,7 @@ class MemoryEstimate:
     Attributes:
         weights: The trainer's part of the weights; trained shards are float32.
         masters, gradients, optimizer: Float32 master copies (none for shards), gradients and AdamW moments of trainable weights.
-        rollout_weights: The full rollout copy of a rollout worker, or of a rank with sharded weights.
+        rollout_weights: The full rollout copy of a rollout worker, or of a rank with sharded weights, and merged weights.
         reference_weights: Copy of the trained weights from the start of RL, for the KL penalty.
         engine: With vLLM, an engine's weights, the shared memory for transferring them, and the key-value cache.
         rollout_buffer: Observations and samples of this rank's envs, or the replay buffer and demonstrations of an actor.
@@ -111,13 +111,22 @@ def estimate_memory(
         masters=state.masters,
         gradients=state.gradients,
         optimizer=state.moments,
-        rollout_weights=all_bytes if choice.sharded or workers else 0,
+        rollout_weights=(all_bytes if choice.sharded or workers else 0) + merged_bytes(config, model),
         reference_weights=reference if getattr(config.algorithm, "kl_coef", 0) > 0 else 0,
         engine=engine_bytes(config, model, all_bytes, gpu_bytes) if config.trainer.max_steps > 0 else 0,
         rollout_buffer=buffer,
         num_rollout_workers=workers // ranks,
         is_sharded=choice.sharded,
     )
+
+
+def merged_bytes(config: RunConfig, model: ActionModel) -> int:
+    """Return the bytes of the copies of adapted weights with ``rollout.merge_adapters``."""
+    if not config.rollout.merge_adapters or not config.model.is_lora or config.trainer.max_steps == 0:
+        return 0
+    from rlinf.models.lora import adapted_weights  # imports peft
+
+    return sum(weight.numel() * weight.element_size() for weight in adapted_weights(model))
 
 
 def engine_bytes(config: RunConfig, model: ActionModel, weights: int, gpu_bytes: int | None = None) -> int:

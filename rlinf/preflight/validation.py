@@ -33,6 +33,7 @@ from rlinf.preflight.compatibility import (
     check_evaluation,
     check_history,
     check_inputs,
+    check_merged,
     check_model,
     check_moments,
     check_performance,
@@ -301,6 +302,7 @@ def check_collapse(config: RunConfig) -> None:
 def check_learning(config: RunConfig, policy: ClassAndConfig | None) -> None:
     """Check the requirements of the algorithm: of all policy-gradient ones, and its own (``AnyAlgorithm.check``)."""
     algorithm = ALGORITHMS.get(config.algorithm.name)
+    check_merged(config, issubclass(algorithm, Algorithm))
     if issubclass(algorithm, Algorithm):
         check_batches(config)
         check_algorithm(config)

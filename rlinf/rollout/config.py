@@ -47,6 +47,7 @@ class RolloutConfig:
     pipeline_stages: int | None = option(
         None, "Threads that alternate between acting and stepping; null: two, or one if cheaper.", minimum=1
     )
+    merge_adapters: bool = option(False, "Act with LoRA adapters merged into a copy of the weights.")
     backend: str = option(
         "torch", "Inference engine of the policy: torch, or vllm in a separate process.", choices=("torch", "vllm")
     )

@@ -1,7 +1,9 @@
 """Push the trained weights to the rollout policy, completely or not at all."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,9 @@ from rlinf.distributed.transfers import check_finite, different
 from rlinf.engines.weight_transfer import ModuleReceiver, PushHeader, manifest_of
 from rlinf.errors import RLinfError
 from rlinf.models.embodiment.base import ActionModel
+
+if TYPE_CHECKING:
+    from rlinf.models.lora import MergedCopy  # imports peft
 
 
 class WeightPush:
@@ -28,10 +33,22 @@ class WeightPush:
         rollout_model: ``trainer_model`` itself, or a full model of the same architecture. On the meta device, it only describes
             the policy, and ``generator`` receives its weights from the trained model.
         generator: An engine or rollout workers with ``update_weights(version)``, or None.
+        merge_adapters: Roll out a copy of ``rollout_model`` with merged adapters, which each push refreshes.
     """
 
-    def __init__(self, trainer_model: nn.Module, rollout_model: ActionModel, generator: Any = None) -> None:
+    def __init__(
+        self,
+        trainer_model: nn.Module,
+        rollout_model: ActionModel,
+        generator: Any = None,
+        merge_adapters: bool = False,
+    ) -> None:
         self.trainer_model, self.rollout_model, self.generator = trainer_model, rollout_model, generator
+        self.merged: MergedCopy | None = None
+        if merge_adapters:
+            from rlinf.models.lora import MergedCopy  # imports peft
+
+            self.merged = MergedCopy(rollout_model)
         holds_numbers = rollout_model is not trainer_model and not any(p.is_meta for p in rollout_model.parameters())
         self._replica = ModuleReceiver(rollout_model) if holds_numbers else None
         self.version: int | None = None
@@ -44,7 +61,9 @@ class WeightPush:
             raise RLinfError(
                 "The rollout policy has no complete weights, because the last push failed or there was none. Push again"
             )
-        return self.rollout_model.eval() if self.generator is None else self.generator
+        if self.generator is not None:
+            return self.generator
+        return (self.rollout_model if self.merged is None else self.merged.policy).eval()
 
     @torch.no_grad()
     @deadline("push")
@@ -69,6 +88,8 @@ class WeightPush:
                 self._copy(version, base)
             on_every_rank(lambda: self._check_replica(suspects))
         self._seen = {name: self._writes(name, tensor) for name, tensor in state.items()}
+        if self.merged is not None:
+            self.merged.refresh()
         if self.generator is not None:
             self.generator.update_weights(version)
         self.version = version

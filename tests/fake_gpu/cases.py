@@ -80,6 +80,9 @@ HALF = {"torch_dtype": "bfloat16", "micro_batch_size": 4}
 CASES = {
     "openvla, LoRA": Case("ActionRun", [*MODELS["openvla"], *LORA]),
     "openvla_oft, LoRA": Case("ActionRun", [*MODELS["openvla_oft"], *LORA]),
+    "openvla_oft, LoRA, merged": Case(
+        "ActionRun", [*MODELS["openvla_oft"], *LORA, "rollout.merge_adapters=true"], ("policy_call", "update", "push")
+    ),
     "openvla_oft, all weights": Case("ActionRun", MODELS["openvla_oft"]),
     "openvla_oft, LoRA, bf16-mixed": Case(
         "ActionRun", [*MODELS["openvla_oft"], *LORA, "model.precision=bf16-mixed"], RL

@@ -111,7 +111,8 @@ def environment() -> dict[str, str]:
 
 if not torch.backends.cuda.is_built():
     KERNELS = torch.library.Library("aten", "IMPL", "CUDA")
-    KERNELS.impl("silu_backward", lambda *_: NotImplemented)  # never reached: tensors are fake
+    for name in ("silu_backward", "_fused_rms_norm"):
+        KERNELS.impl(name, lambda *_: NotImplemented)  # never reached: tensors are fake
     """Operations with a kernel of their own on a GPU, which a CPU build takes apart into smaller ones."""
 
 

@@ -135,13 +135,15 @@ class ActionRun:
         for thread in self.collector.worker_threads:
             thread.executor.shutdown()
             thread.executor = InThisThread()
+        self.sync = WeightPush(self.model, self.model, merge_adapters=config.rollout.merge_adapters)
+        self.sync.push(0)
         if not trains_actor(config):
             self.algorithm = ALGORITHMS.get(config.algorithm.name)(config.algorithm)
 
     def policy_call(self, needs_values: bool = False) -> Counts:
         """Count a rollout of ``num_chunks`` calls; with ``needs_values``, another pass gives the bootstrap values."""
         with self.gpu.count() as counts:
-            self.batch: RolloutBatch = self.collector.collect(self.model.eval(), 0, 0, needs_values)
+            self.batch: RolloutBatch = self.collector.collect(self.sync.rollout_policy, 0, 0, needs_values)
         return counts
 
     def score(self) -> Counts:
@@ -181,10 +183,9 @@ class ActionRun:
 
     def push(self) -> Counts:
         """Count a push of weights to the policy that plays, which is the trained one; not the first."""
-        push = WeightPush(self.model, self.model)
         for version in range(2):
             with self.gpu.count() as counts:
-                push.push(version)
+                self.sync.push(version)
         return counts
 
 

@@ -14,7 +14,6 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from rlinf.models.embodiment.openvla.llama_layer import (
     KVCache,
     LeanMLP,
-    LeanRMSNorm,
     additive,
     aligned,
     attention_mask,
@@ -22,6 +21,7 @@ from rlinf.models.embodiment.openvla.llama_layer import (
     use_action_layers,
 )
 from rlinf.models.layers import set_training_options
+from rlinf.models.norms import LeanRMSNorm
 
 PROMPT_LEN, NUM_TOKENS = 9, 5
 LENGTH = PROMPT_LEN + NUM_TOKENS

@@ -30,6 +30,7 @@ from rlinf.models.embodiment.modules.tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.token_action_model import PrefixStates, TokenActionModel
 from rlinf.models.loading import check_fit, checkpoint_folder, without_load_report
+from rlinf.models.norms import fuse_norms
 from rlinf.models.precision import linear_in_float32
 from rlinf.models.sampling import check_finite, sample_tokens
 from rlinf.types import ActionPrediction, BaseActions, Observation
@@ -80,6 +81,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         self.action_tokenizer = ActionTokenizer(config.n_action_bins, config.action_tokens_end, config.action_bin_rule)
         self.action_normalizer = ActionNormalizer(self.get_action_stats(unnorm_key), action_dim)
         self._take_vlm(config.vlm_class()(config.vlm_config))
+        fuse_norms(self)
         self.value_head = ValueHead(width) if value_head else None
         self._add_readout_token(features, width, action_dim)
         self.post_init()

@@ -12,9 +12,10 @@ from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
     LlamaMLP,
     LlamaModel,
-    LlamaRMSNorm,
     eager_attention_forward,
 )
+
+from rlinf.models.norms import LeanRMSNorm
 
 
 class KVCache:
@@ -92,9 +93,14 @@ class LlamaActionLayer(LlamaDecoderLayer):
         def heads(projected: Tensor) -> Tensor:
             return projected.unflatten(-1, (-1, attention.head_dim))
 
-        query = _rotate(heads(attention.q_proj(queries_from)), *query_rotary).transpose(1, 2)
-        key = _rotate(heads(attention.k_proj(keys_from)), *rotary).transpose(1, 2)
-        value = heads(attention.v_proj(keys_from)).transpose(1, 2)
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        if queries_from is keys_from:
+            query, key, value = map(heads, project(keys_from, *projections))
+        else:
+            query = heads(attention.q_proj(queries_from))
+            key, value = map(heads, project(keys_from, *projections[1:]))
+        query = _rotate(query, *query_rotary).transpose(1, 2)
+        key, value = _rotate(key, *rotary).transpose(1, 2), value.transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, attention.layer_idx)
         implementation = attention.config._attn_implementation
@@ -115,6 +121,12 @@ def use_action_layers(language_model: LlamaForCausalLM) -> None:
         layer.input_layernorm.__class__ = layer.post_attention_layernorm.__class__ = LeanRMSNorm
         if language_model.config.hidden_act == "silu":
             layer.mlp.__class__ = LeanMLP
+
+
+def project(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+    """Return the result of each linear layer for the same input; layers with adapters may join their matrix products."""
+    together = getattr(layers[0], "together", None)
+    return tuple(layer(x) for layer in layers) if together is None else together(x, layers)
 
 
 def _rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
@@ -235,17 +247,7 @@ class LeanMLP(LlamaMLP):
     """``LlamaMLP`` with SwiGLU (Shazeer 2020) that stores ``gate`` and ``up``, but not ``silu(gate)``."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.down_proj(_SwiGLU.apply(self.gate_proj(hidden_states), self.up_proj(hidden_states)))
-
-
-class LeanRMSNorm(LlamaRMSNorm):
-    """``LlamaRMSNorm`` (Zhang and Sennrich 2019) that stores its 16-bit input instead of a float32 copy."""
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        # A float32 input needs no copy.
-        if hidden_states.dtype == torch.float32:
-            return super().forward(hidden_states)
-        return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)
+        return self.down_proj(_SwiGLU.apply(*project(hidden_states, self.gate_proj, self.up_proj)))
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -261,23 +263,3 @@ class _SwiGLU(torch.autograd.Function):
         gate_grad = gradient * up
         torch.ops.aten.silu_backward.grad_input(gate_grad, gate, grad_input=gate_grad)
         return gate_grad, up_grad
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        wide = x.float()
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
-        ctx.save_for_backward(x, weight, scale)
-        return weight * wide.mul_(scale).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        x, weight, scale = ctx.saved_tensors
-        wide, weight_grad = x.float(), None
-        if ctx.needs_input_grad[1]:
-            weight_grad = (gradient * (wide * scale).to(x.dtype)).sum_to_size(weight.shape).to(weight.dtype)
-        normed_grad = (gradient * weight).to(x.dtype).float()
-        scale_grad = (normed_grad * wide).sum(-1, keepdim=True)
-        square_grad = -0.5 * scale_grad * scale.pow(3) / x.shape[-1]
-        return (normed_grad.mul_(scale) + wide.mul_(2).mul_(square_grad)).to(x.dtype), weight_grad, None

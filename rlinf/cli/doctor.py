@@ -114,7 +114,11 @@ def check_torch() -> Finding:
     import torch
 
     if not torch.cuda.is_available():
-        return Finding("torch", YES, f"{torch.__version__}, CPU with {os.cpu_count()} cores, no GPU")
+        detail = f"{torch.__version__}, CPU with {os.cpu_count()} cores, no GPU"
+        capabilities = torch.cpu.get_capabilities()
+        if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"):  # instructions for products of bfloat16
+            detail += "; faster with model.precision=bf16-mixed model.attn_implementation=eager"
+        return Finding("torch", YES, detail)
     names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
     return Finding("torch", YES, f"{torch.__version__}, {torch.cuda.device_count()} GPUs: {', '.join(sorted(names))}")
 

@@ -83,6 +83,15 @@ def test_a_missing_torch_is_a_finding():
     assert result.returncode == 1 and "torch: missing: bash scripts/setup.sh" in result.stdout, result.stderr
 
 
+@pytest.mark.parametrize(
+    ("capabilities", "is_faster"), [({"avx512_bf16": True}, True), ({"avx512_f": True, "amx_bf16": False}, False)]
+)
+def test_a_cpu_with_bfloat16_instructions_gets_the_overrides_that_use_them(capabilities, is_faster, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: capabilities)
+    assert ("model.precision=bf16-mixed" in module.check_torch().detail) == is_faster
+
+
 def test_an_env_alone_is_checked_without_a_model(registered, renders, capsys):
     made = []
 

@@ -37,7 +37,13 @@ def test_groups_divide_the_tasks_as_published(table):
 def test_rates_means_and_difference_by_hand(table):
     before = result(lambda task: 1 if table.group_of(task) == "easy" else 0)
     after = result(lambda task: {"easy": 2, "very hard": 1}.get(table.group_of(task), 0))
-    assert table.rates(before) == {"easy": (28, 56), "medium": (0, 22), "hard": (0, 12), "very hard": (0, 10), "all": (28, 100)}
+    assert table.rates(before) == {
+        "easy": (28, 56),
+        "medium": (0, 22),
+        "hard": (0, 12),
+        "very hard": (0, 10),
+        "all": (28, 100),
+    }
     lines = table.table([before, after]).splitlines()
     assert "| 12.5 | 37.5 |" in lines[7]  # (50 + 0 + 0 + 0) / 4 and (100 + 0 + 0 + 50) / 4; over the tasks 28 and 61
     assert lines[6].split("|")[3:5] == [" 28.0 (20.1 - 37.5) ", " 61.0 (51.2 - 70.0) "]

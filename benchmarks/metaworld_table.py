@@ -77,16 +77,16 @@ def draw(results: list[EvaluationResult], path: Path) -> None:
     for number, result in enumerate(results):
         label = ("before RL", "after RL")[number] if len(results) == 2 else None
         heights = [100 * result.per_task[task].success_rate for task in tasks]
-        axis.bar(np.arange(len(tasks)) + number * width, heights, width, label=label)
+        axis.bar(np.arange(len(tasks)) + (number + 0.5) * width - 0.4, heights, width, label=label)
     axis.set_xticks(range(len(tasks)), [task.removesuffix("-v3") for task in tasks], rotation=90, fontsize=7)
     edge = -0.5
     for group, names in GROUPS.items():
         axis.text(edge + 0.2, 103, group)
         edge += len(names.split())
         axis.axvline(edge, color="grey", linewidth=0.5)
-    axis.set(ylabel="success (%)", ylim=(0, 110), xlim=(-0.6, len(tasks)))
+    axis.set(ylabel="success (%)", ylim=(0, 110), xlim=(-0.5, len(tasks) - 0.5))
     if len(results) == 2:
-        axis.legend(loc="lower left")
+        axis.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 

@@ -7,7 +7,7 @@ model FLOPs utilisation.
 
     python benchmarks/update.py [--rounds 5] [overrides ...]
 
-On CPUs with AMX, ``model.precision=bf16-mixed model.attn_implementation=eager`` is the fastest (docs/gpu.md).
+On CPUs with bfloat16 instructions, ``model.precision=bf16-mixed model.attn_implementation=eager`` is the fastest (docs/gpu.md).
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class RolloutWorker(PolicyReplica):
         super().__init__(shell, resolve_device(config.cluster.device, 1))
         self.engine = _engine(config, self.model, placement) if placement.num_env_groups else None
         self.policy: Any = self.model if self.engine is None else self.engine
-        self.merged = None
+        self.merged, self._merged_version = None, None
         if placement.num_env_groups and config.rollout.merge_adapters:
             from rlinf.models.lora import MergedCopy  # imports peft
 
@@ -82,15 +82,18 @@ class RolloutWorker(PolicyReplica):
 
     @property
     def version(self) -> int | None:
-        """See ``PolicyReplica.version``; also None if the engine has a different version."""
+        """See ``PolicyReplica.version``; also None if the engine or the merged weights have a different version."""
         held = super().version
-        return held if self.engine is None or self.engine.version == held else None
+        used = self._merged_version if self.merged is not None else held if self.engine is None else self.engine.version
+        return held if used == held else None
 
     def commit(self) -> int:
         """Complete a push, update the engine or the merged adapters, and return the version."""
         version = super().commit()
         if self.merged is not None:
+            self._merged_version = None
             self.merged.refresh()
+            self._merged_version = version
         if self.engine is not None:
             self.engine.update_weights(version)
         return version

@@ -231,7 +231,7 @@ class MergedCopy:
         narrow = [weight.numel() for _, weight in self._merged if weight.dtype == torch.bfloat16]
         noise = _noise(max(narrow, default=0), self._merged[0][1].device)
         for layer, weight in self._merged:
-            merged = layer.get_base_layer().weight.float() + layer.get_delta_weight("default").float()
+            merged = layer.get_base_layer().weight.to(torch.float32, copy=True).add_(layer.get_delta_weight("default"))
             weight.copy_(_dithered(merged, noise[: merged.numel()]) if weight.dtype == torch.bfloat16 else merged)
 
 

@@ -37,12 +37,13 @@ class FusedLoraLinear(Linear):
     def _is_plain(self, x: Tensor) -> bool:
         if self.disable_adapters or self.merged or self.active_adapters != ["default"] or self.lora_variant:
             return False
-        weight, a = self.base_layer.weight, self.lora_A["default"].weight
+        base, a, b = self.base_layer, self.lora_A["default"].weight, self.lora_B["default"].weight
         return (
             isinstance(self.lora_dropout["default"], nn.Identity)
             and not self.lora_bias["default"]
-            and not weight.requires_grad
-            and x.dtype == weight.dtype == a.dtype
+            and not any(parameter.requires_grad for parameter in base.parameters())
+            and not (base._forward_hooks or base._forward_pre_hooks)
+            and x.dtype == base.weight.dtype == a.dtype == b.dtype
             and not torch.is_autocast_enabled(autocast_type(x))
             and not torch.compiler.is_compiling()
         )
@@ -60,11 +61,13 @@ def _apply(x: Tensor, layers: Sequence[FusedLoraLinear]) -> tuple[Tensor, ...]:
         (layer.base_layer.weight, layer.base_layer.bias, layer.lora_A["default"].weight, layer.lora_B["default"].weight)
         for layer in layers
     ]
-    return _LoraLinears.apply(x, [layer.scaling["default"] for layer in layers], *sum(weights, ()))
+    outputs = _LoraLinears.apply(x, [layer.scaling["default"] for layer in layers], *sum(weights, ()))
+    # A view made by the function itself could not be changed in place, as OLMo's attention does.
+    return tuple(output.view(*x.shape[:-1], output.shape[-1]) for output in outputs)
 
 
 class _LoraLinears(torch.autograd.Function):
-    """``x W' + bias + scale (x A') B'`` for several layers, whose ``(W, bias, A, B)`` follow each other; ``W`` and ``bias`` are frozen."""
+    """``x W' + bias + scale (x A') B'``, ``[rows, out]``, for several layers, whose ``(W, bias, A, B)`` follow each other; ``W`` and ``bias`` are frozen."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, scales: Sequence[float], *weights: Tensor) -> tuple[Tensor, ...]:
@@ -74,8 +77,7 @@ class _LoraLinears(torch.autograd.Function):
         ctx.shape, ctx.scales, ctx.ranks = x.shape, scales, [len(adapter) for adapter in adapters]
         parts = low.split(ctx.ranks, dim=1)
         for weight, bias, b, part, scale in zip(weights[::4], weights[1::4], weights[3::4], parts, scales, strict=True):
-            output = linear(rows, weight, bias).addmm_(part, b.T, alpha=scale)
-            outputs.append(output.view(*x.shape[:-1], len(weight)))
+            outputs.append(linear(rows, weight, bias).addmm_(part, b.T, alpha=scale))
         ctx.save_for_backward(rows, low, a, *weights[::4], *weights[3::4])
         return tuple(outputs)
 
@@ -86,10 +88,9 @@ class _LoraLinears(torch.autograd.Function):
         number, x_grad, low_grad = len(gradients), None, torch.empty_like(low)
         results: list[Tensor | None] = []
         parts = zip(low.split(ctx.ranks, dim=1), low_grad.split(ctx.ranks, dim=1), strict=True)
-        for output_grad, weight, b, (part, part_grad), scale in zip(
+        for gradient, weight, b, (part, part_grad), scale in zip(
             gradients, weights[:number], weights[number:], parts, ctx.scales, strict=True
         ):
-            gradient = output_grad.reshape(-1, len(weight))
             # With beta=0, the first argument is not read.
             torch.addmm(part, gradient, b, beta=0, alpha=scale, out=part_grad)
             results += [None, None, None, torch.addmm(b, gradient.T, part, beta=0, alpha=scale)]

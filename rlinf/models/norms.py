@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import cache, partial
 from types import SimpleNamespace
 
@@ -25,22 +26,35 @@ def fuse_norms(model: nn.Module) -> None:
 def _fused_norm(module: LlamaRMSNorm, x: Tensor) -> Tensor:
     weight, epsilon = module.weight, module.variance_epsilon
     if x.is_cuda and x.dtype == weight.dtype:
-        return rms_norm(x, weight.shape, weight, epsilon)
+        return _kernel(x, weight, epsilon)
     if x.is_meta and x.dtype == weight.dtype != torch.float32:
         # This stores the tensors that the kernel stores, for estimates of memory.
         return _RMSNorm.apply(x, weight, epsilon)
     return type(module).forward(module, x)
 
 
+def _kernel(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return rms_norm(x, weight.shape, weight, epsilon)
+
+
 @cache
 def _is_rms_norm(norm: type[nn.Module]) -> bool:
     """Return whether a class of transformers computes torch's RMSNorm, from an example in float32."""
+    if len(inspect.signature(norm.forward).parameters) != 2:  # such as a second input, a gate
+        return False
     with torch.device("cpu"):  # models may be built on the meta device
         x, weight = torch.linspace(-3, 5, 24).view(3, 8).float(), torch.linspace(1, -2, 8).float()
         example = SimpleNamespace(weight=weight, variance_epsilon=1e-2)
         try:
             result = norm.forward(example, x)
-        except (AttributeError, TypeError, RuntimeError):  # it has other attributes or shapes
+        except (
+            AttributeError,
+            TypeError,
+            RuntimeError,
+            ValueError,
+            LookupError,
+            AssertionError,
+        ):  # it has other attributes or shapes
             return False
         return torch.allclose(result, rms_norm(x, (8,), weight, 1e-2), atol=1e-6)
 
@@ -53,7 +67,7 @@ class LeanRMSNorm(LlamaRMSNorm):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if hidden_states.is_cuda and hidden_states.dtype == self.weight.dtype:
-            return rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+            return _kernel(hidden_states, self.weight, self.variance_epsilon)
         # A float32 input needs no copy.
         if hidden_states.dtype == torch.float32:
             return super().forward(hidden_states)

@@ -36,6 +36,13 @@ def run(model, x, together=False):
     return [output.detach() for output in outputs], torch.autograd.grad(loss, [x, *adapters])
 
 
+def test_a_result_may_be_changed_in_place_as_in_attention_of_olmo():
+    doubled = [
+        layers(fused=fused)["query"](torch.ones(2, 3, 16, dtype=torch.float64)).mul_(2) for fused in (True, False)
+    ]
+    torch.testing.assert_close(*doubled)
+
+
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("shape", [(16,), (5, 16), (2, 5, 16), (0, 16)])
 def test_results_and_gradients_are_pefts(together, shape):
@@ -62,6 +69,7 @@ CASES = {
     "disabled": lambda layer: layer.enable_adapters(False),
     "merged": lambda layer: layer.merge(),
     "trained base": lambda layer: layer.base_layer.weight.requires_grad_(),
+    "hook": lambda layer: layer.base_layer.register_forward_hook(lambda base, inputs, output: output + 1),
     "formats": lambda layer: (layer.lora_A.half(), layer.lora_B.half()),
     "second adapter": lambda layer: (
         torch.manual_seed(3), layer.update_layer("more", 2, 4, config=LoraConfig(r=2)), layer.set_adapter(["default", "more"])

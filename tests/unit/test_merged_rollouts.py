@@ -1,5 +1,7 @@
 """Rollouts with merged adapters act as unmerged ones do, with the newest weights, and leave the trainer's weights alone."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from run_results import run_config
@@ -12,7 +14,7 @@ from rlinf.errors import ConfigError, ParityError
 from rlinf.models.lora import MergedCopy, _dithered, _noise, has_adapters, merge_lora
 from rlinf.preflight.placement import Placement
 from rlinf.preflight.validation import validate
-from rlinf.rollout.policy_skeleton import PolicySkeleton
+from rlinf.rollout.policy_skeleton import PolicyReplica, PolicySkeleton
 from rlinf.rollout.weight_push import WeightPush
 from tests.unit.test_lora import adapted, inputs, logits, policy  # noqa: F401
 from tests.unit.test_rollout_worker import SMALL, push
@@ -67,6 +69,35 @@ def test_rounding_to_bfloat16_has_a_mean_error_of_0(fraction):
     for axis, count in ((0, 64), (1, 1024)):
         assert (up.mean(axis) - fraction).abs().max() <= 6 * (fraction * (1 - fraction) / count) ** 0.5
     assert (ones + 0.4 / 128).bfloat16().float().equal(ones), "control: to nearest, a small update is lost"
+
+
+def test_small_updates_of_bfloat16_weights_are_merged():
+    model = adapted().bfloat16()
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=2e-3)
+    copied, merged, nearest, size = MergedCopy(model), 0.0, 0.0, 0.0
+    copied.refresh()
+    for layer, weight in copied._merged:
+        base, delta = layer.get_base_layer().weight.float(), layer.get_delta_weight("default").float()
+        merged += ((weight.float() - base) * delta).sum()
+        nearest += (((base + delta).bfloat16().float() - base) * delta).sum()
+        size += delta.square().sum()
+    assert abs(merged / size - 1) < 0.2, "the mean error is 0"
+    assert nearest / size < 0.6, "control: to nearest, a part is lost"
+
+
+def test_a_rollout_worker_whose_merge_failed_has_no_version(monkeypatch):
+    worker = object.__new__(RolloutWorker)
+    monkeypatch.setattr(PolicyReplica, "commit", lambda worker: 1)
+    monkeypatch.setattr(PolicyReplica, "version", property(lambda worker: 1))
+    worker.engine, worker._merged_version, worker.merged = None, 0, Mock()
+    worker.commit()
+    assert worker.version == 1
+    worker.merged.refresh.side_effect = MemoryError
+    with pytest.raises(MemoryError):
+        worker.commit()
+    assert worker.version is None
 
 
 def test_a_run_with_merged_adapters_has_the_results_of_a_run_without(tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
-"""Table and picture of one or two evaluations on Meta-World's MT50, by the difficulty groups of published tables.
+"""Table and bar chart of one or two evaluations on Meta-World's MT50, by the difficulty groups of published tables.
 
-    python benchmarks/metaworld_table.py outputs/clone/eval/after_sft outputs/rl/eval/after_rl --picture mt50.png
+    python benchmarks/metaworld_table.py outputs/clone/eval/after_sft outputs/rl/eval/after_rl --image mt50.png
 
 The groups are those of Seo et al. 2022 (arXiv:2206.14244, appendix). Published averages, such as SmolVLA's table
 (arXiv:2506.01844), are means of the four groups, in which one of the 5 very hard tasks weighs as much as 5.6 of the
@@ -94,12 +94,12 @@ def draw(results: list[EvaluationResult], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+", help="one or two folders with a result.json")
-    parser.add_argument("--picture", type=Path, help="PNG of success by task")
+    parser.add_argument("--image", type=Path, help="PNG of success by task")
     arguments = parser.parse_args()
     results = [EvaluationResult.from_json(folder / "result.json") for folder in arguments.folders[:2]]
     print(table(results))
-    if arguments.picture:
-        draw(results, arguments.picture)
+    if arguments.image:
+        draw(results, arguments.image)
 
 
 if __name__ == "__main__":

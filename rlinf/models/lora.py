@@ -238,8 +238,8 @@ class MergedCopy:
 def _dithered(numbers: Tensor, noise: Tensor) -> Tensor:
     """Round float32 up or down to bfloat16, in place, with probabilities that make the mean error 0; return the float32 tensor.
 
-    Rounding to nearest would return a bfloat16 weight unchanged if an adapter adds less than half of its spacing to the next number,
-    as in most of RL. ``noise`` is the result of ``_noise`` for as many elements.
+    Rounding to nearest would return a bfloat16 weight unchanged if an adapter adds less than half of its spacing to the next number.
+    ``noise`` is the result of ``_noise`` for as many elements.
     """
     # The noise is added to the 16 bits that bfloat16 lacks.
     numbers.view(torch.int32).add_(noise.view(numbers.shape)).bitwise_and_(-0x10000)

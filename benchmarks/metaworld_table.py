@@ -2,9 +2,9 @@
 
     python benchmarks/metaworld_table.py outputs/clone/eval/after_sft outputs/rl/eval/after_rl --image mt50.png
 
-The groups are those of Seo et al. 2022 (arXiv:2206.14244, appendix). Published averages, such as SmolVLA's table
-(arXiv:2506.01844), are means of the four groups, in which one of the 5 very hard tasks weighs as much as 5.6 of the
-28 easy ones. The table prints this mean and the mean over the 50 tasks.
+The groups are those of Seo et al. 2022 (arXiv:2206.14244, appendix). Published averages, such as those in SmolVLA's
+table (arXiv:2506.01844), are apparently means of the four groups, in which one of the 5 very hard tasks weighs as much
+as 5.6 of the 28 easy ones. The table prints this mean and the mean over the 50 tasks.
 """
 
 import argparse

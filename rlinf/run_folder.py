@@ -7,7 +7,9 @@ METRICS_FILE, DAMAGED_FILE = "metrics.jsonl", "metrics.damaged.jsonl"
 SUMMARY_FILE, REPORT_FILE = "summary.json", "report.html"  # written last
 PROFILE_FOLDER, TENSORBOARD_FOLDER, FAILED_BATCH_FOLDER = "profile", "tensorboard", "failed_batch"
 REFERENCE_FILE = "reference.safetensors"  # trained weights at the start of RL, for the KL penalty
+INITIAL_FILE = "initial.safetensors"  # trained weights before cloning, from which algorithm=filtered_bc restarts
 FROZEN_FOLDER = "frozen"  # base policies of the checkpoints' actors, named by weight digest
+SUCCESSES_FOLDER = "successes"  # datasets of a run's successful episodes (algorithm=filtered_bc)
 SAMPLES_FOLDER = "samples"  # completions and rewards of each validation of a recipe
 
 # Evaluations

@@ -52,10 +52,12 @@ class Updates:
     Attributes:
         per_iteration: Number of updates, over all epochs.
         table: Texts by label, for the plan.
+        env_steps: Maximum number of env steps per iteration; None: those of a rollout.
     """
 
     per_iteration: int
     table: dict[str, str]
+    env_steps: int | None = None
 
 
 class AnyAlgorithm:
@@ -66,10 +68,12 @@ class AnyAlgorithm:
     Attributes:
         config_class: Configuration dataclass for ``algorithm.*``.
         freezes_policy: Whether only an actor on top of the policy is trained. Each rank then has a full policy without an optimiser.
+        runs_episodes: Whether iterations run entire episodes in the evaluation env, without ``rollout.num_envs`` and ``rollout.num_chunks``.
     """
 
     config_class: ClassVar[type[AnyAlgorithmConfig]] = AnyAlgorithmConfig
     freezes_policy: ClassVar[bool] = False
+    runs_episodes: ClassVar[bool] = False
 
     @classmethod
     def check(cls, config: Any, policy: ClassAndConfig | None) -> None:

@@ -111,3 +111,18 @@ class ReinforcePPConfig(AlgorithmConfig):
     name: str = option("reinforce_pp", "Registered algorithm.")
     kl_estimator: str = option("k1", "Estimator of the KL penalty (Schulman 2020).", choices=("k1", "k2", "k3"))
     gamma: float = option(1.0, "Discount per policy call.", minimum=0, maximum=1)
+
+
+@dataclass
+class FilteredBCConfig(AnyAlgorithmConfig):
+    """Filtered behaviour cloning: clone the policy's own successful episodes, together with the demonstrations in ``sft.dataset``."""
+
+    name: str = option("filtered_bc", "Registered algorithm.")
+    num_episodes: int = option(100, "Episodes per iteration, which sample at `rollout.temperature`.", minimum=1)
+    num_updates: int = option(500, "Optimiser steps per iteration, within which the rate decays.", minimum=1)
+    restart: bool = option(
+        False, "Clone from the run's first weights in each iteration; false: continue from the current ones."
+    )
+    task_sampling: str = option(
+        "uniform", "Draw tasks uniformly, or by their failures so far.", choices=("uniform", "failures")
+    )

@@ -30,37 +30,12 @@ from rlinf.options import to_mapping
 from rlinf.rollout.demonstrations import ActionSource, EpisodeBatch, ScriptedExpert, run_episodes
 from rlinf.seeding import derive_seed, seed_everything
 from rlinf.tracking.progress import Progress
+from rlinf.training.recording import PolicyDemonstrator, dataset_writer, write_episode
 from rlinf.training.stop_signal import ctrl_c_waits, sigterm_is_ctrl_c
-from rlinf.types import EpisodeResult, EpisodeSpec, Observation
-
-DEFAULT_FPS = 10
+from rlinf.types import EpisodeResult, EpisodeSpec
 
 Demonstrate = Callable[[VectorEnv, EpisodeSpec], EpisodeBatch]
 """Runs an episode in which a human acts."""
-
-
-class PolicyDemonstrator:
-    """Returns a policy's actions, executing every chunk to its end; env slot ``i`` runs ``specs[i]``."""
-
-    def __init__(self, policy: BatchedPolicy, specs: Sequence[EpisodeSpec]) -> None:
-        self.policy, self.specs = policy, list(specs)
-        self._streams = [policy.start_episode(spec) for spec in self.specs]
-        self._chunks: list[list[np.ndarray]] = [[] for _ in self.specs]
-
-    def act(self, observation: Observation, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        idle = [slot for slot in np.flatnonzero(running).tolist() if not self._chunks[slot]]
-        if idle:
-            chunks = self.policy.act(observation.select(idle), [self._streams[slot] for slot in idle])
-            for slot, chunk in zip(idle, chunks, strict=True):
-                self._chunks[slot] = list(chunk)
-        action_dim = next(len(chunk[0]) for chunk in self._chunks if chunk)
-        actions = np.zeros((len(observation), action_dim), dtype=np.float32)
-        for slot in np.flatnonzero(running).tolist():
-            actions[slot] = self._chunks[slot].pop(0)
-        return actions, actions
-
-    def restart(self, row: int) -> None:
-        self._chunks[row], self._streams[row] = [], self.policy.start_episode(self.specs[row])
 
 
 def collect(config: RunConfig, human: Callable[[VectorEnv], Demonstrate] | None = None) -> Path:
@@ -78,16 +53,8 @@ def collect(config: RunConfig, human: Callable[[VectorEnv], Demonstrate] | None 
         earlier = settings.extends and open_dataset(SFTConfig(), env, settings.extends, outcomes=True)
         policy, about = _policy(config, env) if human is None else (None, {"demonstrator": "human"})
         demonstrate = None if human is None else human(env)
-        writer = LeRobotWriter(
-            config.dataset,
-            fps=rate_of(config, env),
-            image_shapes=dict.fromkeys(config.env.cameras, (config.env.image_size, config.env.image_size)),
-            state_dim=env.state_dim,
-            action_dim=env.action_dim,
-            video=settings.video,
-            robot_type=env.suite,
-            more=[EXECUTED] if earlier or (policy is None and human is None and config.sft.expert.jitter > 0) else (),
-        )
+        is_noisy = policy is None and human is None and config.sft.expert.jitter > 0
+        writer = dataset_writer(config, env, config.dataset, has_executed=bool(earlier) or is_noisy)
         with sigterm_is_ctrl_c(), writer:
             if earlier:
                 _copy_episodes(earlier, writer)
@@ -118,11 +85,6 @@ def collect(config: RunConfig, human: Callable[[VectorEnv], Demonstrate] | None 
         print(f"interrupted after {len(results)} of {len(specs)} episodes; the stored ones are complete", flush=True)
         raise interruption
     return writer.folder
-
-
-def rate_of(config: RunConfig, env: VectorEnv) -> int:
-    """Return the env steps per second of the dataset."""
-    return config.collect.fps or max(1, round(env.metadata.get("render_fps", DEFAULT_FPS)))
 
 
 def collection_specs(env: VectorEnv, split: str, num_episodes: int, seed: int) -> list[EpisodeSpec]:
@@ -189,7 +151,7 @@ def _record(
             # Store an episode together with its result: a Ctrl-C in between would leave them inconsistent.
             with ctrl_c_waits():
                 if result.success or not config.collect.only_success:
-                    _write_episode(writer, batch, slot)
+                    write_episode(writer, batch, slot)
                 results.append(result)
         progress.update("collect", len(results), len(specs), success_rate=_as_result(env, results).success_rate)
     progress.close()
@@ -211,21 +173,6 @@ def _copy_episodes(earlier: StoredDemonstrations, writer: LeRobotWriter) -> None
             truncated=not outcomes.terminated[last],
             more={EXECUTED: outcomes.executed[index]},
         )
-
-
-def _write_episode(writer: LeRobotWriter, batch: EpisodeBatch, slot: int) -> None:
-    times = np.flatnonzero(batch.alive[:, slot])
-    seen = [batch.seen[t] for t in times]
-    writer.add_episode(
-        {camera: np.stack([view.images[camera][slot] for view in seen]) for camera in seen[0].images},
-        None if seen[0].state is None else np.stack([view.state[slot] for view in seen]),
-        batch.labels[times, slot],
-        seen[0].instruction[slot],
-        rewards=batch.rewards[times, slot],
-        success=batch.success[times, slot],
-        truncated=bool(batch.truncated[slot]),
-        more={EXECUTED: batch.executed[times, slot]},
-    )
 
 
 @contextlib.contextmanager

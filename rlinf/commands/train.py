@@ -143,7 +143,7 @@ class Run:
                 with deadline("start"):
                     rl.wait_until_ready()
                 self.rollout_workers = rl.rollout_workers()
-                if rank() == 0:
+                if rank() == 0 and self.rollout_workers is not None:
                     print(f"rollout workers per rank: {self.rollout_workers}", flush=True)
             if self.cloning is not None:
                 loop.fit(self.cloning)

@@ -76,6 +76,14 @@ class Reference:
             self._exchange()
 
     @torch.no_grad()
+    def restore(self) -> None:
+        """Copy the earlier weights into the model."""
+        self._free_gathered()
+        tensors = self._changing()
+        for name, copy in self._copies.items():
+            local_part(tensors[name])[0].copy_(local_part(copy)[0])
+
+    @torch.no_grad()
     def _exchange(self) -> None:
         self._free_gathered()
         tensors = self._changing()

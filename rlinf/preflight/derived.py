@@ -45,7 +45,8 @@ def format_derived(config: RunConfig) -> str:
         rows["rollout"] = f"{rollout.num_envs} envs{groups} x {rollout.num_chunks} chunks = {samples} samples"
         updates = ALGORITHMS.get(config.algorithm.name).updates(config)
         rows |= updates.table
-        env_steps = samples * model.action_chunks_len * trainer.max_steps
+        most = samples * model.action_chunks_len if updates.env_steps is None else updates.env_steps
+        env_steps = most * trainer.max_steps
         steps = f"{updates.per_iteration * trainer.max_steps:,} optimiser steps, up to {env_steps:,} env steps"
         rows["total"] = f"{trainer.max_steps} iterations, {steps}"
     num_episodes = "all" if config.evaluation.num_episodes is None else config.evaluation.num_episodes

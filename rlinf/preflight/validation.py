@@ -182,7 +182,8 @@ def learning_section(case: Case) -> None:
     if case.learns:
         check_env_groups(case.config)
         check_learning(case.config, case.policy)
-        check_whole_episodes(case.config)
+        if not ALGORITHMS.get(case.config.algorithm.name).runs_episodes:
+            check_whole_episodes(case.config)
     if case.trains and case.config.sft.max_steps > 0:
         check_sft(case.config, case.policy)
 
@@ -280,7 +281,8 @@ def check_phases(config: RunConfig, command: str) -> None:
     if command == "sft" or config.trainer.max_steps == 0:
         fix = "sft.max_steps=700" if command == "sft" else "trainer.max_steps=100, or sft.max_steps=700"
         reject(f"sft.max_steps=0 for `rlinf {command}`, which leaves nothing to train", "at least one step", fix)
-    require_values(config, "sft.max_steps=0", ("sft.dataset", None, "cloning steps", "sft.max_steps=500"))
+    if not ALGORITHMS.get(config.algorithm.name).runs_episodes:
+        require_values(config, "sft.max_steps=0", ("sft.dataset", None, "cloning steps", "sft.max_steps=500"))
 
 
 def check_collapse(config: RunConfig) -> None:

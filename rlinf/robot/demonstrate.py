@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rlinf.commands.collect import Demonstrate, collect, rate_of
+from rlinf.commands.collect import Demonstrate, collect
 from rlinf.config.schema import RunConfig
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import reject

@@ -9,7 +9,7 @@ from typing import Protocol, cast, runtime_checkable
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlinf.algorithms import ALGORITHMS
 from rlinf.algorithms.base import Algorithm
@@ -29,6 +29,7 @@ from rlinf.rollout.parity import EXCEEDED, importance_ratios
 from rlinf.run_folder import REFERENCE_FILE
 from rlinf.seeding import derive_seed
 from rlinf.training.action_trainer import ActionTrainer, Clock, TrainerContext
+from rlinf.training.loop import Loop
 from rlinf.training.rollout_queue import RolloutQueue
 from rlinf.training.train_worker import MinibatchPlan, rl_trainer_config
 from rlinf.types import RolloutBatch
@@ -92,26 +93,10 @@ class RLTrainer(ActionTrainer):
 
     def _make_reference(self) -> Reference | None:
         """Store RL's initial weights for the KL penalty, in memory and, for resumed runs, on disk (a collective call)."""
-        loop = self.loop
         if not self.algorithm.needs_reference:
             return None
-        reference = Reference(self.worker.model)
-        run_folder = loop.folder if loop.resumed_from is None else loop.resumed_from.parent.parent
-        if loop.state.step > 0:
-            path = run_folder / REFERENCE_FILE
-            if not path.is_file():
-                raise CheckpointError(
-                    f"{path} is missing; it contains the reference weights for the KL penalty. Copy it from the run's folder, or set "
-                    "algorithm.kl_coef=0"
-                )
-            reference.load(open_tensors([path]))
-        if loop.state.step == 0 or run_folder.resolve() != loop.folder.resolve():
-            tensors = reference.tensors()
-            if rank() == 0:
-                partial = loop.folder / f".{REFERENCE_FILE}.tmp"
-                save_file(tensors, partial)
-                os.replace(partial, loop.folder / REFERENCE_FILE)
-        return reference
+        fix = "it contains the reference weights for the KL penalty. Copy it from the run's folder, or set algorithm.kl_coef=0"
+        return stored_reference(self.loop, self.worker.model, REFERENCE_FILE, self.loop.state.step == 0, fix)
 
     def iteration(self, step: int) -> dict[str, float]:
         """Run one iteration of reinforcement learning and return its metrics."""
@@ -266,6 +251,28 @@ class RLTrainer(ActionTrainer):
             metrics = self.gate.check(sampled, step) | importance_ratios(batch)
         metrics["rollout/staleness_iterations"] = pending.lag
         return metrics | {"rollout/staleness_updates": version - pending.policy_version}
+
+
+def stored_reference(loop: Loop, model: nn.Module, name: str, is_new: bool, fix: str) -> Reference:
+    """Copy the model's weights in memory and to the run's folder, or unless ``is_new``, read the file (a collective call).
+
+    Raise CheckpointError with ``fix`` if the file is missing.
+    """
+    reference = Reference(model)
+    run_folder = loop.folder if loop.resumed_from is None else loop.resumed_from.parent.parent
+    if not is_new:
+        path = run_folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing; {fix}")
+        reference.load(open_tensors([path]))
+    if is_new or run_folder.resolve() != loop.folder.resolve():
+        tensors = reference.tensors()
+        if rank() == 0:
+            loop.folder.mkdir(parents=True, exist_ok=True)
+            partial = loop.folder / f".{name}.tmp"
+            save_file(tensors, partial)
+            os.replace(partial, loop.folder / name)
+    return reference
 
 
 def one_call_of_each_env(batch: RolloutBatch, number: int) -> RolloutBatch:

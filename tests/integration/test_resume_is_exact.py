@@ -22,6 +22,7 @@ IMAGES = [
 ]  # fmt: skip
 CASES = {name: (name, []) for name in (*ACTIONS, *RECIPES)} | {
     "adapters in bf16": ("cloning", [*VLA, "model.is_lora=true", "model.lora.rank=4", "model.precision=bf16"]),
+    "filtered_bc with restarts": ("filtered_bc", ["algorithm.restart=true"]),
     "sac of images from scratch": ("sac", [*IMAGES, "algorithm.entropy_in_target=true"]),
     "td3 of images from scratch": ("td3", [*IMAGES, "algorithm.target_policy=true"]),
 }

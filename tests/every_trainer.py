@@ -36,7 +36,12 @@ ACTIONS = {
     "grpo": ["algorithm=grpo", "rollout.group_size=4", "rollout.auto_reset=false"],
     "rloo": ["algorithm=rloo", "rollout.group_size=4", "algorithm.kl_coef=0.1"],
     "reinforce_pp": ["algorithm=reinforce_pp", "algorithm.kl_coef=0.1"],
-    "filtered_bc": ["algorithm=filtered_bc", "algorithm.num_episodes=24", "algorithm.num_updates=4", "env.max_episode_steps=40"],
+    "filtered_bc": [
+        "algorithm=filtered_bc",
+        "algorithm.num_episodes=24",
+        "algorithm.num_updates=4",
+        "env.max_episode_steps=40",
+    ],
     "sac": ["algorithm=sac", *HEAD, "algorithm.actor.name=expo"],
     "td3": ["algorithm=td3", *HEAD, "algorithm.actor.name=rlt"],
 }

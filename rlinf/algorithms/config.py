@@ -124,5 +124,5 @@ class FilteredBCConfig(AnyAlgorithmConfig):
         False, "Clone from the run's first weights in each iteration; false: continue from the current ones."
     )
     task_sampling: str = option(
-        "uniform", "Draw tasks uniformly, or by their failures so far.", choices=("uniform", "failures")
+        "uniform", "Draw tasks uniformly, or by their last failure rates.", choices=("uniform", "failures")
     )

@@ -30,9 +30,12 @@ def describe_dataset(folder: str | os.PathLike, key: str = "sft.dataset") -> Dat
 
 
 def open_dataset(
-    sft: SFTConfig, env: VectorEnv, folder: str | None = None, outcomes: bool = False
+    sft: SFTConfig, env: VectorEnv, folder: str | None = None, outcomes: bool = False, checks_statistics: bool = True
 ) -> StoredDemonstrations:
-    """Open a dataset for a policy of ``env``, with the env's cameras and, if ``outcomes`` is set, the consequences of actions."""
+    """Open a dataset for a policy of ``env``, with the env's cameras and, if ``outcomes`` is set, the consequences of actions.
+
+    ``checks_statistics``: reject action statistics that contradict the env's conventions, which a policy's own actions may.
+    """
     folder = sft.dataset if folder is None else folder
     info = describe_dataset(folder)
     actions, width = action_columns(info, sft.action_key, env.action_dim)
@@ -53,7 +56,8 @@ def open_dataset(
         dataset.rows(np.zeros(1, dtype=np.int64))  # to report unreadable images before the weights load
     except UnreadableRowError as error:
         raise error.with_message(f"{str(error).rstrip('.')}. {SKIP}") from error
-    env.check_statistics(env.config, dataset.statistics())
+    if checks_statistics:
+        env.check_statistics(env.config, dataset.statistics())
     return dataset
 
 

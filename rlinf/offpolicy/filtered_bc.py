@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -17,10 +17,10 @@ from rlinf.cluster.rollout_workers import RolloutWorkers
 from rlinf.config.schema import RunConfig
 from rlinf.data.augment import augment
 from rlinf.data.config import SFTConfig
+from rlinf.data.filters import filtered_rows, needs_outcomes
 from rlinf.data.formats import open_dataset
 from rlinf.data.rows import BatchSource, Prefetcher, shuffled_rows
-from rlinf.data.stored import StoredDemonstrations
-from rlinf.distributed.deadlines import heartbeat
+from rlinf.distributed.deadlines import deadline, heartbeat
 from rlinf.envs import ENVS
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError, reject
@@ -28,16 +28,25 @@ from rlinf.evaluation.evaluator import BatchedPolicy
 from rlinf.models.precision import evaluation_mode
 from rlinf.optim.schedule import learning_rate
 from rlinf.options import require_values
-from rlinf.preflight.compatibility import check_dataset
-from rlinf.preflight.validation import check_micro_batch
+from rlinf.preflight.compatibility import check_recording
+from rlinf.preflight.validation import check_micro_batch, check_sft
 from rlinf.rollout.demonstrations import run_episodes
 from rlinf.run_folder import INITIAL_FILE, SUCCESSES_FOLDER
 from rlinf.seeding import derive_seed
 from rlinf.training.action_trainer import ActionTrainer, Clock, TrainerContext
+from rlinf.training.cloning_trainer import next_batch
 from rlinf.training.recording import PolicyDemonstrator, dataset_writer, write_episode
 from rlinf.training.rl_trainer import stored_reference
+from rlinf.training.stop_signal import StopRequested
 from rlinf.training.train_worker import rl_trainer_config
 from rlinf.types import ClassAndConfig, EpisodeResult, EpisodeSpec, Observation
+
+IN_THIS_PROCESS = {
+    "cluster.placement": "colocated",
+    "cluster.max_staleness": 0,
+    "rollout.backend": "torch",
+    "rollout.worker_processes": 0,
+}
 
 
 class FilteredBC(AnyAlgorithm):
@@ -47,27 +56,37 @@ class FilteredBC(AnyAlgorithm):
     runs_episodes: ClassVar[bool] = True
 
     @classmethod
-    def make_trainer(
-        cls, context: TrainerContext, env: VectorEnv, workers: RolloutWorkers | None
-    ) -> FilteredBCTrainer:
+    def make_trainer(cls, context: TrainerContext, env: VectorEnv, workers: RolloutWorkers | None) -> FilteredBCTrainer:
         return FilteredBCTrainer(context, env)
 
     @classmethod
     def check(cls, config: RunConfig, policy: ClassAndConfig | None) -> None:
+        name, env, sft = "algorithm.name=filtered_bc", config.env, config.sft
         require_values(
             config,
-            "algorithm.name=filtered_bc",
+            name,
             ("cluster.num_processes", 1, "one rank, which runs the episodes"),
-            ("cluster.placement", "colocated", "episodes in the process that trains"),
-            ("rollout.backend", "torch", "episodes in the process that trains"),
-            ("trainer.on_collapse", "continue", "a run without rollback"),
+            *((key, value, "episodes in the process that trains") for key, value in IN_THIS_PROCESS.items()),
+            ("sft.advantage_top_fraction", None, "rows without labels"),
         )
-        if policy is not None and not policy[0].implements("sft_loss"):
-            problem = f"algorithm.name=filtered_bc, but {policy[0].__name__} does not implement sft_loss"
-            reject(problem, "a policy that can clone", "algorithm=ppo")
+        if config.trainer.on_collapse == "rollback":
+            reject(f"{name} with trainer.on_collapse=rollback", "stop or continue", "trainer.on_collapse=stop")
+        if env.success_classifier is None and not ENVS.get(env.name).reports_success(env):
+            reject(
+                f"{name} with env.name={env.name}, which is not known to report success",
+                "one that does",
+                "algorithm=ppo",
+            )
+        if cast(FilteredBCConfig, config.algorithm).restart and sft.max_steps > 0 and sft.dataset is None:
+            problem = f"algorithm.restart=true with sft.max_steps={sft.max_steps} and sft.dataset=null, whose clone would be lost"
+            reject(
+                problem,
+                "stored demonstrations",
+                "sft.dataset=<a folder by `rlinf collect`>, or algorithm.restart=false",
+            )
+        check_sft(config, policy)
         check_micro_batch(config, config.trainer.minibatch_size, "trainer.minibatch_size")
-        if config.sft.dataset is not None:
-            check_dataset(config, policy)
+        check_recording(config, name)
 
     @classmethod
     def updates(cls, config: RunConfig) -> Updates:
@@ -79,7 +98,9 @@ class FilteredBC(AnyAlgorithm):
 
     @classmethod
     def buffer_bytes(cls, config: Any, model: Any, call_bytes: int) -> int:
-        return 0  # episodes are on disk
+        # Episodes are on disk, but those of a batch are in memory until all have ended.
+        longest = ENVS.get(config.env.name).longest_horizon(config.env)
+        return config.evaluation.num_envs * longest * call_bytes
 
 
 class FilteredBCTrainer(ActionTrainer):
@@ -92,15 +113,20 @@ class FilteredBCTrainer(ActionTrainer):
     def __init__(self, parts: TrainerContext, env: VectorEnv) -> None:
         super().__init__(parts)
         self.env, self.config = env, cast(FilteredBCConfig, parts.config.algorithm)
-        self.datasets: list[StoredDemonstrations] = []
-        self._specs: list[EpisodeSpec] = []
+        self.datasets: list[BatchSource] = []
+        self._specs: Sequence[EpisodeSpec] = ()
         # Before cloning, because that is where an iteration restarts.
-        fix = "it contains the weights before cloning. Copy it from the run's folder, or set algorithm.restart=false"
+        fix = (
+            "it contains the weights before cloning, and is written by `rlinf train` with algorithm.restart=true. "
+            "Copy it from the run's folder, or set algorithm.restart=false"
+        )
         new, model = parts.loop.resumed_from is None, parts.worker.model
         self._initial = stored_reference(parts.loop, model, INITIAL_FILE, new, fix) if self.config.restart else None
         state = parts.loop.state.trainer
-        self.folders: list[str] = list(state.get("successes", ()))
-        self.counts: dict[str, list[int]] = dict(state.get("tasks", {}))  # successes and episodes, of a task's last iteration
+        self.digests: dict[str, str] = dict(state.get("successes", {}))  # of the stored datasets, by folder name
+        self.counts: dict[str, list[int]] = dict(
+            state.get("tasks", {})
+        )  # successes and episodes, of a task's last iteration
 
     def begin(self) -> None:
         """Open the demonstrations and the stored successes, then evaluate the initial policy."""
@@ -109,31 +135,34 @@ class FilteredBCTrainer(ActionTrainer):
             state.phase = "rl"
             self.worker.start_phase(rl_trainer_config(config.trainer, state.rollbacks))
         if config.sft.dataset is not None:
-            self._add(open_dataset(config.sft, self.env))
-        for folder in self.folders:
-            if not Path(folder).is_dir():
-                raise CheckpointError(
-                    f"{folder} is missing; it contains successful episodes of this run. Copy it from the run's folder, or start a "
-                    "new run with init_from=<checkpoint> resume=null output_dir=<a new folder>"
-                )
-            self._add(open_dataset(SFTConfig(), self.env, folder))
+            demonstrations = open_dataset(config.sft, self.env, outcomes=needs_outcomes(config.sft))
+            demonstrations.chunk_len = self.worker.model.sft_chunk_len
+            self.datasets.append(filtered_rows(demonstrations, config.sft))
+        for name, digest in self.digests.items():
+            self._add_stored(name, digest)
         self._specs = self.env.episode_specs("train")
         super().begin()
 
     def loop_state(self) -> dict[str, Any]:
-        """Return the folders of the stored successes, and the tasks' counts."""
-        return {"successes": self.folders, "tasks": self.counts}
+        """Return the digests of the stored successes, and the tasks' counts."""
+        return {"successes": self.digests, "tasks": self.counts}
 
     def iteration(self, step: int) -> dict[str, float]:
         """Sample episodes, store the successful ones, and clone everything stored so far."""
         state, clock = self.loop.state, Clock()
         self.sync.push(state.policy_version)
         clock.lap("sync")
-        results = self._sample(step)
+        try:
+            with self.loop.stop_signal.interrupting():
+                results = self._sample(step)
+        except StopRequested as stop:  # sampling changes no training state, and a resumed run repeats it
+            self.loop.save_unsaved()
+            raise StopRequested(f"{stop} after step {state.done} of phase rl") from None
         clock.lap("rollout")
         env_steps = sum(result.num_env_steps for result in results)
         state.env_steps += env_steps
         metrics = {
+            "rollout/env_steps_total": state.env_steps,
             "rollout/num_episodes": len(results),
             "rollout/success_rate": float(np.mean([result.success for result in results])),
             "rollout/return_mean": float(np.mean([result.episode_return for result in results])),
@@ -143,17 +172,21 @@ class FilteredBCTrainer(ActionTrainer):
         }
         if self.datasets:
             metrics |= self._clone(step)
+        else:
+            self.loop.progress.note("no episode has succeeded yet, so the policy is unchanged")
         clock.lap("update")
         seconds = clock.total()
         return metrics | {"throughput/env_steps_per_s": env_steps / seconds} | clock.metrics()
 
+    @deadline("rollout")
     def _sample(self, step: int) -> list[EpisodeResult]:
         """Run the iteration's episodes, store the successful ones and count them per task."""
         config, env, model = self.parts.config, self.env, self.sync.rollout_model
         seed = derive_seed(config.seed, "filtered_bc", step)
         specs = draw_specs(self._specs, self._weights(), self.config.num_episodes, seed)
         policy = BatchedPolicy(model, env.stream_names, False, config.rollout.temperature, seed)
-        folder = self.loop.folder.absolute() / SUCCESSES_FOLDER / f"{step:06d}"
+        name = f"{step:06d}"
+        folder = self.loop.folder / SUCCESSES_FOLDER / name
         shutil.rmtree(folder, ignore_errors=True)  # of an iteration that a resumed run repeats
         writer = dataset_writer(config, env, folder, has_executed=False)
         results: list[EpisodeResult] = []
@@ -169,8 +202,7 @@ class FilteredBCTrainer(ActionTrainer):
                 self.loop.progress.update("episodes", len(results), len(specs), success_rate)
             if any(result.success for result in results):
                 writer.close()
-                self.folders.append(str(folder))
-                self._add(open_dataset(SFTConfig(), env, str(folder)))
+                self._add_stored(name)
         finally:
             writer.abort()  # has no effect after close
             env.offload()
@@ -191,22 +223,45 @@ class FilteredBCTrainer(ActionTrainer):
 
         def read(update: int) -> tuple[Observation, Tensor]:
             observation, actions = rows.rows(shuffled_rows(len(rows), update, size, seed))
-            return augment(observation, config.sft.augment, derive_seed(seed, "augment", update), np.arange(size)), actions
+            return augment(
+                observation, config.sft.augment, derive_seed(seed, "augment", update), np.arange(size)
+            ), actions
 
         sums: dict[str, float] = {}
         with Prefetcher(read, 0, config.sft.num_workers) as batches_of_rows:
             for update in range(num_updates):
-                observation, actions = batches_of_rows.next()
+                observation, actions = next_batch(batches_of_rows, self.loop)
                 self.worker.train_step.decay = learning_rate(update, num_updates, decay=config.trainer.lr_decay)
-                results = self.worker.sft_update(observation, actions, size, step, derive_seed(seed, "noise", update))
+                results = self.worker.sft_update(
+                    observation, actions, size, step, derive_seed(seed, "noise", update), "rl"
+                )
                 for name, value in results.items():
                     sums[name] = sums.get(name, 0.0) + value / num_updates
                 state.policy_version += 1
                 self.loop.progress.update("updates", update + 1, num_updates, loss=results["loss"])
         return {f"train/{name}": value for name, value in sums.items()}
 
-    def _add(self, dataset: StoredDemonstrations) -> None:
+    def _add_stored(self, name: str, digest: str | None = None) -> None:
+        """Add successful episodes of this run; if they are in the folder of a resumed run, copy them.
+
+        Raise CheckpointError if they are missing, or differ from ``digest``.
+        """
+        folder, resumed_from = self.loop.folder / SUCCESSES_FOLDER / name, self.loop.resumed_from
+        origin = folder if resumed_from is None else resumed_from.parent.parent / SUCCESSES_FOLDER / name
+        fix = "or start a new run with init_from=<checkpoint> resume=null output_dir=<a new folder>"
+        if digest is not None and not origin.is_dir():
+            raise CheckpointError(f"{origin} is missing; it contains successful episodes of the run. Copy it, {fix}")
+        if digest is not None and origin.resolve() != folder.resolve():
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(origin, folder)
+        # The actions of a policy may contradict the env's conventions, unlike those of demonstrations.
+        dataset = open_dataset(SFTConfig(), self.env, str(folder), checks_statistics=False)
         dataset.chunk_len = self.worker.model.sft_chunk_len
+        if digest not in (None, dataset.digest()):
+            raise CheckpointError(
+                f"{origin} contains different episodes from those of the resumed run. Restore it, {fix}"
+            )
+        self.digests[name] = dataset.digest()
         self.datasets.append(dataset)
 
     def _weights(self) -> np.ndarray:
@@ -240,7 +295,9 @@ class JoinedRows:
         return Observation.concatenate(observations), torch.cat(actions)
 
 
-def draw_specs(available: Sequence[EpisodeSpec], weights: np.ndarray, num_episodes: int, seed: int) -> list[EpisodeSpec]:
+def draw_specs(
+    available: Sequence[EpisodeSpec], weights: np.ndarray, num_episodes: int, seed: int
+) -> list[EpisodeSpec]:
     """Draw episodes, sorted by task.
 
     A task of weight ``w`` (which sum to 1) gets ``num_episodes * w`` episodes, rounded up or down so that the sum is ``num_episodes``.
@@ -254,8 +311,11 @@ def draw_specs(available: Sequence[EpisodeSpec], weights: np.ndarray, num_episod
     specs = []
     for task, count in enumerate(counts.tolist()):
         num_rounds = len(available) // num_tasks
-        rounds = generator.choice(num_rounds, count, replace=count > num_rounds)
-        specs += [available[int(number) * num_tasks + task] for number in rounds]
+        rounds = np.concatenate([generator.permutation(num_rounds) for _ in range(-(-count // num_rounds))])[:count]
+        for index, number in enumerate(rounds.tolist()):
+            spec = available[number * num_tasks + task]
+            # A repeated episode needs a different seed; otherwise its actions would be the same.
+            specs.append(replace(spec, seed=spec.seed + index // num_rounds))
     return specs
 
 

@@ -350,6 +350,13 @@ def check_chosen_rows(sft: SFTConfig, info: DatasetInfo | None) -> None:
             reject(actual, required, f"{defaults}, or sft.dataset=<a different folder>")
 
 
+def check_recording(config: RunConfig, name: str) -> None:
+    """Check the packages that ``name`` needs to write episodes."""
+    require_package("pyarrow", name, "pyarrow")
+    if config.collect.video:
+        require_package("av", "collect.video=true", "av", "collect.video=false")
+
+
 def check_collect(config: RunConfig, by_human: bool) -> None:
     """Check that the folder is new, that a policy, an expert or a human acts, and that there are enough episodes."""
     collect, env = config.collect, config.env
@@ -358,9 +365,7 @@ def check_collect(config: RunConfig, by_human: bool) -> None:
     if os.path.lexists(Path(config.dataset).expanduser()):
         reject(f"dataset='{config.dataset}' exists", "a new folder", "dataset=<a new folder>")
     check_writable(config.dataset, "dataset")
-    require_package("pyarrow", "`rlinf collect`", "pyarrow")
-    if collect.video:
-        require_package("av", "collect.video=true", "av", "collect.video=false")
+    check_recording(config, "`rlinf collect`")
     if collect.extends is not None:
         info, key = describe_dataset(collect.extends, "collect.extends"), "collect.extends=<a different folder>"
         path = info.folder / "meta" / OWN_FILE

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import nn
 
+from rlinf.algorithms import ALGORITHMS
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import local_world_size, world_size
 from rlinf.engines.gpu_fraction import colocated_fraction, engine_fraction
@@ -158,8 +159,9 @@ def phases_of(config: RunConfig) -> list[str]:
     """Return the phases of a run, as arguments for ``measure_passes``."""
     phases = ["sft"] if config.sft.max_steps > 0 else []
     if config.trainer.max_steps > 0:
-        phases.append("actor" if trains_actor(config) else "rl")
-    return phases
+        clones = ALGORITHMS.get(config.algorithm.name).runs_episodes
+        phases.append("sft" if clones else "actor" if trains_actor(config) else "rl")
+    return list(dict.fromkeys(phases))
 
 
 def _observation(config: RunConfig, rows: int) -> Observation:

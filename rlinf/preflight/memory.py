@@ -112,7 +112,9 @@ def estimate_memory(
         gradients=state.gradients,
         optimizer=state.moments,
         rollout_weights=(all_bytes if choice.sharded or workers else 0) + merged_bytes(config, model),
-        reference_weights=reference if getattr(config.algorithm, "kl_coef", 0) > 0 else 0,
+        reference_weights=reference
+        if getattr(config.algorithm, "kl_coef", 0) > 0 or getattr(config.algorithm, "restart", False)
+        else 0,
         engine=engine_bytes(config, model, all_bytes, gpu_bytes) if config.trainer.max_steps > 0 else 0,
         rollout_buffer=buffer,
         num_rollout_workers=workers // ranks,

@@ -186,6 +186,8 @@ def learning_section(case: Case) -> None:
             check_whole_episodes(case.config)
     if case.trains and case.config.sft.max_steps > 0:
         check_sft(case.config, case.policy)
+        if case.config.sft.dataset is None:
+            check_demonstrator(case.config)
 
 
 def output_section(case: Case) -> None:
@@ -478,11 +480,17 @@ def check_whole_episodes(config: RunConfig) -> None:
 
 
 def check_sft(config: RunConfig, policy: ClassAndConfig | None) -> None:
-    """Check policy, batch size and demonstrations of behaviour cloning."""
+    """Check policy, batch size and demonstrations of behaviour cloning, in the phase ``sft`` or by the algorithm."""
     policy_class = entry_for(config.model).resolve().model if policy is None else policy[0]
-    steps, fraction = f"sft.max_steps={config.sft.max_steps}", config.sft.advantage_top_fraction
+    steps, without, fraction = (
+        f"sft.max_steps={config.sft.max_steps}",
+        "sft.max_steps=0",
+        config.sft.advantage_top_fraction,
+    )
+    if config.sft.max_steps == 0:
+        steps, without = f"algorithm.name={config.algorithm.name}", "algorithm=ppo"
     labels, off = f"sft.advantage_top_fraction={fraction}", "sft.advantage_top_fraction=null"
-    needed = [(steps, "sft_loss", "sft.max_steps=0")] + [(labels, "_propose", off)] * (fraction is not None)
+    needed = [(steps, "sft_loss", without)] + [(labels, "_propose", off)] * (fraction is not None)
     for actual, method, fix in needed:
         if not policy_class.implements(method):
             reject(f"{actual}, but {policy_class.__name__} does not implement {method}", "a policy with it", fix)
@@ -491,12 +499,13 @@ def check_sft(config: RunConfig, policy: ClassAndConfig | None) -> None:
         require_values(config, labels, ("cluster.placement", "colocated", features, off))
     if policy is not None:
         policy_class.check_sft(policy[1])
-    check_moments(config, policy, steps, "sft.max_steps=0")
+    check_moments(config, policy, steps, without)
     sft, ranks = config.sft, config.cluster.num_processes
-    if sft.batch_size % ranks:
+    if sft.max_steps > 0 and sft.batch_size % ranks:
         fix = f"sft.batch_size={nearest_multiple(sft.batch_size, ranks)}"
         reject(f"sft.batch_size={sft.batch_size}", f"a multiple of cluster.num_processes={ranks}", fix)
-    check_micro_batch(config, sft.batch_size, "sft.batch_size")
+    if sft.max_steps > 0:
+        check_micro_batch(config, sft.batch_size, "sft.batch_size")
     crop_area = None if policy is None else getattr(policy[1], "crop_area", None)
     section = "init_config" if config.model.model_path is None else "override_config"
     if crop_area is not None and sft.augment.crop_area < 1.0 and sft.augment.crop_area != crop_area:
@@ -505,8 +514,6 @@ def check_sft(config: RunConfig, policy: ClassAndConfig | None) -> None:
             "the same area, or no crop",
             f"model.{section}.center_crop=true sft.augment.crop_area=0.9, or sft.augment.crop_area=1",
         )
-    if sft.dataset is None:
-        check_demonstrator(config)
     check_chosen_rows(sft, None if sft.dataset is None else check_dataset(config, policy))
 
 

@@ -18,6 +18,7 @@ from rlinf.robot.config import DemonstrationConfig
 from rlinf.robot.page import listening
 from rlinf.robot.robot import EpisodeVoidError
 from rlinf.rollout.demonstrations import EpisodeBatch, run_episodes
+from rlinf.training.recording import rate_of
 from rlinf.types import EpisodeResult, EpisodeSpec, Observation
 
 logger = logging.getLogger("rlinf")

@@ -268,7 +268,7 @@ class TrainWorker:
 
     @record_function("update")
     def sft_update(
-        self, observation: Observation, actions: Tensor, num_rows: int, step: int, seed: int = 0
+        self, observation: Observation, actions: Tensor, num_rows: int, step: int, seed: int = 0, phase: str = "sft"
     ) -> dict[str, float]:
         """Take a behaviour-cloning step on this rank's rows of a minibatch.
 
@@ -276,7 +276,7 @@ class TrainWorker:
             observation: Observations of the ``K`` rows in ``rank_rows(num_rows)``.
             actions: Actions ``[K, sft_chunk_len, D]`` in env units.
             num_rows: Minibatch size across all ranks.
-            step: Current step, for failure reports.
+            step, phase: Current step and phase, for failure reports.
             seed: Seed for the random numbers used in the loss.
         """
         self.model.train()
@@ -300,7 +300,7 @@ class TrainWorker:
 
         micro_batches = zip(*(part.split(self.micro_batch_size) for part in rank_rows(num_rows)), strict=True)
         totals = self.train_step.accumulate(zip(positions, micro_batches, strict=True), loss_of)
-        return self._take_step(totals, _Described("sft", step, lambda: observation, {"actions": actions}))
+        return self._take_step(totals, _Described(phase, step, lambda: observation, {"actions": actions}))
 
     def _take_step(self, totals: Totals, minibatch: _Described, frozen: bool = False) -> dict[str, float]:
         """Check the gradient and take the optimiser step; return metrics aggregated over all ranks."""

@@ -2,12 +2,16 @@
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
-from run_results import QUIET, REACH
+from every_trainer import lines
+from run_results import QUIET, REACH, differing_weights, weights_of
+from safetensors.torch import load_file
 
 from rlinf.cli import main
+from rlinf.offpolicy import filtered_bc
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install -e '.[lerobot]'")
 
@@ -48,19 +52,75 @@ def test_the_demonstrations_are_cloned_too(tmp_path):
     assert without["train/loss"] != together["train/loss"]
 
 
-def test_a_resumed_run_needs_its_stored_episodes(tmp_path, capsys):
+@pytest.mark.parametrize("restart", [True, False])
+def test_an_iteration_restarts_from_the_first_weights(restart, tmp_path):
+    # The rate is so small that all steps of an iteration together change no weight by 1e-6.
+    words = [f"algorithm.restart={str(restart).lower()}", "trainer.learning_rate=1e-8", "trainer.weight_decay=0"]
+    first = [*SHORT, "algorithm.num_updates=20", "algorithm.restart=true", "trainer.max_steps=1"]
+    assert main(["train", *first, f"output_dir={tmp_path}"]) == 0
+    initial = load_file(tmp_path / "initial.safetensors")
+    before = weights_of(tmp_path, "rl_000001")
+    assert max(float((before[name] - weight).abs().max()) for name, weight in initial.items()) > 1e-3
+    assert main(["train", *SHORT, *words, f"output_dir={tmp_path}", f"resume={tmp_path}"]) == 0
+    after = weights_of(tmp_path, "rl_000002")
+    expected = initial if restart else {name: before[name] for name in initial}
+    assert max(float((after[name] - weight).abs().max()) for name, weight in expected.items()) < 1e-6
+
+
+def test_a_run_continues_in_a_renamed_and_in_another_folder(tmp_path):
+    run, renamed, other = (tmp_path / name for name in ("run", "renamed", "other"))
+    assert main(["train", *SHORT, "trainer.max_steps=1", f"output_dir={run}"]) == 0
+    run.rename(renamed)
+    for folder in (other, renamed):
+        assert main(["train", *SHORT, f"output_dir={folder}", f"resume={renamed}/checkpoints/rl_000001"]) == 0
+    assert not differing_weights(weights_of(other, "rl_000002"), weights_of(renamed, "rl_000002"))
+    assert sorted(path.name for path in (other / "successes").iterdir()) == ["000000", "000001"]
+
+
+@pytest.mark.parametrize("change", ["missing", "different"])
+def test_a_resumed_run_needs_its_stored_episodes(change, tmp_path, capsys):
     words = ["train", *SHORT, f"output_dir={tmp_path}"]
     assert main([*words, "trainer.max_steps=1"]) == 0
-    shutil.rmtree(tmp_path / "successes" / "000000")
+    stored = tmp_path / "successes" / "000000"
+    if change == "missing":
+        shutil.rmtree(stored)
+    else:
+        info = stored / "meta" / "info.json"
+        info.write_text(info.read_text() + "\n")
     capsys.readouterr()
     assert main([*words, f"resume={tmp_path}"]) != 0
-    assert "successes/000000 is missing" in capsys.readouterr().err
+    assert (
+        f"successes/000000 {'is missing' if change == 'missing' else 'contains different'}" in capsys.readouterr().err
+    )
+
+
+def test_a_signal_ends_the_sampling_and_the_run_continues(tmp_path, monkeypatch):
+    run_episodes, calls = filtered_bc.run_episodes, []
+
+    def signalled(*arguments):
+        calls.append(arguments)
+        if len(calls) == 5:  # in the second iteration of three batches
+            signal.raise_signal(signal.SIGTERM)
+        return run_episodes(*arguments)
+
+    assert main(["train", *SHORT, f"output_dir={tmp_path / 'whole'}"]) == 0
+    words = ["train", *SHORT, f"output_dir={tmp_path / 'run'}"]
+    monkeypatch.setattr(filtered_bc, "run_episodes", signalled)
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 128 + signal.SIGTERM and len(calls) == 5
+    assert main([*words, f"resume={tmp_path / 'run'}"]) == 0
+    assert lines(tmp_path / "run") == lines(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
     ("words", "fix"),
     [
         (["cluster.num_processes=2", "trainer.minibatch_size=64"], "cluster.num_processes=1"),
+        (["rollout.worker_processes=2"], "rollout.worker_processes=0"),
+        (["sft.max_steps=5", "algorithm.restart=true"], "algorithm.restart=false"),
+        (["env=gymnasium", "env.id=Pendulum-v1", "env.tasks=null", "env.max_episode_steps=null"], "algorithm=ppo"),
+        (["model.init_config.normalize_state=true"], "normalize_state"),
         (["model.micro_batch_size=48"], "model.micro_batch_size="),
         (["sft.dataset=nowhere"], "sft.dataset"),
     ],

@@ -26,8 +26,10 @@ def test_a_task_gets_its_fraction_of_the_episodes():
     assert drawn[0] == draw_specs(AVAILABLE, weights, 25, 0) != drawn[1]
 
 
-def test_more_episodes_than_there_are_repeat_some():
-    assert counts_of(draw_specs(AVAILABLE, np.ones(3) / 3, 120, 0)) == [40, 40, 40]
+def test_a_repeated_episode_has_another_seed():
+    specs = draw_specs(AVAILABLE, np.ones(3) / 3, 120, 0)  # 40 of the 30 per task
+    assert counts_of(specs) == [40, 40, 40] and len(set(specs)) == 120
+    assert sum(spec.seed == 0 for spec in specs) == 90
 
 
 def test_an_env_rarely_changes_its_task():

@@ -98,7 +98,7 @@ class FilteredBC(AnyAlgorithm):
 
     @classmethod
     def buffer_bytes(cls, config: Any, model: Any, call_bytes: int) -> int:
-        # Episodes are on disk, but those of a batch are in memory until all have ended.
+        # Finished batches of episodes are on disk; the running one is in memory.
         longest = ENVS.get(config.env.name).longest_horizon(config.env)
         return config.evaluation.num_envs * longest * call_bytes
 
@@ -254,12 +254,12 @@ class FilteredBCTrainer(ActionTrainer):
         if digest is not None and origin.resolve() != folder.resolve():
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(origin, folder)
-        # The actions of a policy may contradict the env's conventions, unlike those of demonstrations.
+        # Unlike demonstrations, a policy's actions may contradict the env's conventions.
         dataset = open_dataset(SFTConfig(), self.env, str(folder), checks_statistics=False)
         dataset.chunk_len = self.worker.model.sft_chunk_len
         if digest not in (None, dataset.digest()):
             raise CheckpointError(
-                f"{origin} contains different episodes from those of the resumed run. Restore it, {fix}"
+                f"{origin} contains other episodes than the resumed run used. Restore it, {fix}"
             )
         self.digests[name] = dataset.digest()
         self.datasets.append(dataset)

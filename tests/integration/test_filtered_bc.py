@@ -90,7 +90,7 @@ def test_a_resumed_run_needs_its_stored_episodes(change, tmp_path, capsys):
     capsys.readouterr()
     assert main([*words, f"resume={tmp_path}"]) != 0
     assert (
-        f"successes/000000 {'is missing' if change == 'missing' else 'contains different'}" in capsys.readouterr().err
+        f"successes/000000 {'is missing' if change == 'missing' else 'contains other'}" in capsys.readouterr().err
     )
 
 

@@ -52,7 +52,7 @@ class Updates:
     Attributes:
         per_iteration: Number of updates, over all epochs.
         table: Texts by label, for the plan.
-        env_steps: Maximum number of env steps per iteration; None: those of a rollout.
+        env_steps: Maximum number of env steps per iteration; None: as many as in a rollout.
     """
 
     per_iteration: int

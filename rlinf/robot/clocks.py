@@ -83,7 +83,7 @@ class Timekeeper(ABC):
 
     @abstractmethod
     def now(self) -> float:
-        """Return seconds since ``begin``."""
+        """Return seconds since the start."""
 
     @abstractmethod
     def sleep_until(self, moment: float) -> None:

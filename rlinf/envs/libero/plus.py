@@ -92,7 +92,7 @@ class PlusSuite(Suite):
 
     @functools.cached_property
     def tasks(self) -> tuple[str, ...]:
-        """The ten tasks, then the variants in a fixed order whose beginning has equally many of each task and category."""
+        """The ten tasks, then the variants in a fixed order whose start has equally many of each task and category."""
         groups: dict[tuple[str, str], list[str]] = {}
         plain = SUITES[self.source].tasks
         for name in sorted(self.variants, key=lambda name: derive_seed(0, "LIBERO-Plus", name)):

@@ -14,6 +14,7 @@ from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError
 from rlinf.manifest import check
 from rlinf.models import build_policy, get_model
 from rlinf.models.config import LoraConfig
+from rlinf.models.embodiment.openvla_oft.config import OpenVLAOFTConfig
 from rlinf.models.embodiment.openvla_oft.weights import merge_adapters
 from rlinf.models.lora import apply_lora, merge_lora, save_adapter
 from rlinf.preflight.conditions import build_manifest
@@ -124,6 +125,29 @@ def test_greedy_over_the_vocabulary_and_over_the_bins():
     sampled = model.predict_action_batch(**inputs, do_sample=True, temperature=100.0)
     assert (sampled.sequences[:, -columns:] >= first).all()
     assert torch.isfinite(model.rollout_logprobs(sampled)).all()
+
+
+def test_the_median_of_the_bins_is_not_their_mode():
+    model = build("discrete")
+    with torch.no_grad():
+        model.language_model.lm_head.weight *= 20.0  # a distribution in which the two differ
+    inputs, first = model.preprocess(observe()), model.action_tokenizer.first_token
+    mode = model.predict_action_batch(**inputs, do_sample=False)
+    model.config.greedy_decoding = "median"
+    median = model.predict_action_batch(**inputs, do_sample=False)
+    bins = median.sequences[:, -CHUNK * DIM :] - first
+    for row, token in np.ndindex(*bins.shape):
+        probabilities = median.logits[row, token].double().softmax(-1).numpy()
+        k = int(bins[row, token])
+        assert probabilities[:k].sum() <= 0.5 + 1e-6 and probabilities[k + 1 :].sum() <= 0.5 + 1e-6
+    assert (mode.sequences != median.sequences).any()
+    assert torch.equal(model.propose(inputs).chunks[:, 0], median.actions), "features and evaluations use the same"
+
+
+@pytest.mark.parametrize("other", [{"greedy_over_vocabulary": True}, {"action_head": "l1"}])
+def test_the_median_needs_bins(other):
+    with pytest.raises(ConfigError, match="greedy_decoding is 'median' with"):
+        OpenVLAOFTConfig(greedy_decoding="median", **other)
 
 
 def test_actions_are_unnormalised_by_the_chosen_bounds():

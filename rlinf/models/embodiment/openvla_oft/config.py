@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.openvla.config import OpenVLAConfig
-from rlinf.models.loading import check_choice
+from rlinf.models.loading import check_choice, field_error
 from rlinf.options import closest
 
 NEW_PARTS = {
@@ -32,6 +32,8 @@ class OpenVLAOFTConfig(OpenVLAConfig):
         stop_token_in_input: End the input with ``</s>``, as in public models, instead of the placeholders.
         greedy_over_vocabulary: Choose greedy tokens among the complete vocabulary, as in the public evaluation (ids outside
             the bins decode as the nearest bin); if false, among the action bins, as in sampling.
+        greedy_decoding: ``mode`` (public), the most likely bin of each action value, or ``median``, the median of its bins.
+            After cloning sampled actions, the mode follows the noise of single labels (docs/results.md).
         new_parts: Parts that are newly initialised if a folder lacks them, as in the public fine-tuning:
             ``action_head``, ``proprio_projector`` and ``placeholders`` at random, ``film`` as the identity. This list is
             cleared when the model is built.
@@ -41,7 +43,8 @@ class OpenVLAOFTConfig(OpenVLAConfig):
     accepted_model_types: ClassVar[tuple[str, ...]] = ("openvla", "openvla_oft")
     unnormalize_epsilon: ClassVar[float] = 1e-8
     manifest_fields: ClassVar[tuple[str, ...]] = (
-        "action_head", "action_normalization", "stop_token_in_input", "greedy_over_vocabulary", "use_proprio", "use_film",
+        "action_head", "action_normalization", "stop_token_in_input", "greedy_over_vocabulary", "greedy_decoding", "use_proprio",
+        "use_film",
     )  # fmt: skip
 
     use_proprio: bool = False
@@ -50,6 +53,7 @@ class OpenVLAOFTConfig(OpenVLAConfig):
     action_normalization: str = "bounds_q99"
     stop_token_in_input: bool = True
     greedy_over_vocabulary: bool = False
+    greedy_decoding: str = "mode"
     action_decoding: str = "parallel"
     new_parts: list[str] | None = None
 
@@ -69,7 +73,11 @@ class OpenVLAOFTConfig(OpenVLAConfig):
         check_choice("action_head", self.action_head, ("discrete", "l1"))
         check_choice("action_normalization", self.action_normalization, tuple(ACTION_BOUNDS))
         check_choice("action_decoding", self.action_decoding, ("parallel",))
+        check_choice("greedy_decoding", self.greedy_decoding, ("mode", "median"))
         super()._check()
+        if self.greedy_decoding == "median" and (self.greedy_over_vocabulary or self.action_head == "l1"):
+            other = "action_head=l1" if self.action_head == "l1" else "greedy_over_vocabulary=true"
+            raise field_error(f"greedy_decoding is 'median' with {other}; expected action bins", "greedy_decoding=mode")
         if self.state_dim is not None and not self.use_proprio:
             raise ConfigError(
                 f"state_dim is {self.state_dim}, but no state is read because use_proprio is false. "

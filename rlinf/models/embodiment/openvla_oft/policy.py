@@ -153,12 +153,10 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
             normalized = self.action_head(hidden_states).flatten(1)
             return ActionPrediction(self.decode_actions(normalized), normalized, normalized.unsqueeze(-1), values)
         logits = self._bin_logits(hidden_states)
-        if not do_sample:
-            check_finite(logits)
-        if self.config.greedy_over_vocabulary and not do_sample:
-            tokens = self.language_model.lm_head(hidden_states).argmax(-1)
+        if do_sample:
+            tokens = self.action_tokenizer.first_token + sample_tokens(logits, True, temperature, uniforms)
         else:
-            tokens = self.action_tokenizer.first_token + sample_tokens(logits, do_sample, temperature, uniforms)
+            tokens = self._greedy_tokens(hidden_states, check_finite(logits))
         sequences = torch.cat([input_ids, tokens], dim=1)
         return ActionPrediction(self.decode_actions(sequences), sequences, logits, values)
 
@@ -169,9 +167,16 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
     def _greedy(self, states: Tensor) -> Tensor:
         if self.action_head is not None:
             return self.action_head(states).flatten(1)
+        return self._greedy_tokens(states, self._bin_logits(states))
+
+    def _greedy_tokens(self, states: Tensor, logits: Tensor) -> Tensor:
+        """Return the greedy tokens ``[B, A]``; ``logits`` are those of the bins."""
         if self.config.greedy_over_vocabulary:
             return self.language_model.lm_head(states).argmax(-1)
-        return super()._greedy(states)
+        if self.config.greedy_decoding == "mode":
+            return self.action_tokenizer.first_token + logits.argmax(-1)
+        halves = torch.full(logits.shape[:-1], 0.5, device=logits.device)
+        return self.action_tokenizer.first_token + sample_tokens(logits, True, uniforms=halves)
 
     def _sampled(self, states: Tensor, uniforms: Tensor) -> Tensor:
         # The L1 head predicts a single action, so repeat it K times.

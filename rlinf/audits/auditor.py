@@ -123,7 +123,7 @@ class Auditor:
     Args:
         specs: Episodes for all conditions except ``seen``. Conditions that borrow something from a different episode only run the
             episodes for which a suitable one exists.
-        checkpoint: Saves each finished condition and returns those of an interrupted audit. If None, conditions are not saved.
+        checkpoint: Saves each finished condition and returns an interrupted audit's. If None, conditions are not saved.
     """
 
     def __init__(

@@ -258,9 +258,7 @@ class FilteredBCTrainer(ActionTrainer):
         dataset = open_dataset(SFTConfig(), self.env, str(folder), checks_statistics=False)
         dataset.chunk_len = self.worker.model.sft_chunk_len
         if digest not in (None, dataset.digest()):
-            raise CheckpointError(
-                f"{origin} contains other episodes than the resumed run used. Restore it, {fix}"
-            )
+            raise CheckpointError(f"{origin} contains other episodes than the resumed run used. Restore it, {fix}")
         self.digests[name] = dataset.digest()
         self.datasets.append(dataset)
 

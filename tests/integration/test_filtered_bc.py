@@ -89,9 +89,7 @@ def test_a_resumed_run_needs_its_stored_episodes(change, tmp_path, capsys):
         info.write_text(info.read_text() + "\n")
     capsys.readouterr()
     assert main([*words, f"resume={tmp_path}"]) != 0
-    assert (
-        f"successes/000000 {'is missing' if change == 'missing' else 'contains other'}" in capsys.readouterr().err
-    )
+    assert f"successes/000000 {'is missing' if change == 'missing' else 'contains other'}" in capsys.readouterr().err
 
 
 def test_a_signal_ends_the_sampling_and_the_run_continues(tmp_path, monkeypatch):

@@ -24,6 +24,9 @@ HEAD = [
     "rollout.num_envs=4", "rollout.num_chunks=10", "algorithm.learning_starts=30", "algorithm.batch_size=16",
     "algorithm.replay_capacity=100", "algorithm.actor.hidden_size=16",
 ]  # fmt: skip
+FILTERED = [
+    "algorithm=filtered_bc", "algorithm.num_episodes=24", "algorithm.num_updates=4", "env.max_episode_steps=40",
+]  # fmt: skip
 CLONING = ["sft.num_demonstrations=8", "sft.batch_size=15"]
 ACTIONS = {
     "cloning": [*CLONING, "trainer.max_steps=0"],
@@ -36,12 +39,7 @@ ACTIONS = {
     "grpo": ["algorithm=grpo", "rollout.group_size=4", "rollout.auto_reset=false"],
     "rloo": ["algorithm=rloo", "rollout.group_size=4", "algorithm.kl_coef=0.1"],
     "reinforce_pp": ["algorithm=reinforce_pp", "algorithm.kl_coef=0.1"],
-    "filtered_bc": [
-        "algorithm=filtered_bc",
-        "algorithm.num_episodes=24",
-        "algorithm.num_updates=4",
-        "env.max_episode_steps=40",
-    ],
+    "filtered_bc": FILTERED,
     "sac": ["algorithm=sac", *HEAD, "algorithm.actor.name=expo"],
     "td3": ["algorithm=td3", *HEAD, "algorithm.actor.name=rlt"],
 }

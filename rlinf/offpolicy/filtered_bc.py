@@ -34,7 +34,6 @@ from rlinf.rollout.demonstrations import run_episodes
 from rlinf.run_folder import INITIAL_FILE, SUCCESSES_FOLDER
 from rlinf.seeding import derive_seed
 from rlinf.training.action_trainer import ActionTrainer, Clock, TrainerContext
-from rlinf.training.cloning_trainer import next_batch
 from rlinf.training.recording import PolicyDemonstrator, dataset_writer, write_episode
 from rlinf.training.rl_trainer import stored_reference
 from rlinf.training.stop_signal import StopRequested
@@ -123,10 +122,11 @@ class FilteredBCTrainer(ActionTrainer):
         new, model = parts.loop.resumed_from is None, parts.worker.model
         self._initial = stored_reference(parts.loop, model, INITIAL_FILE, new, fix) if self.config.restart else None
         state = parts.loop.state.trainer
-        self.digests: dict[str, str] = dict(state.get("successes", {}))  # of the stored datasets, by folder name
-        self.counts: dict[str, list[int]] = dict(
-            state.get("tasks", {})
-        )  # successes and episodes, of a task's last iteration
+        # Digests of the stored datasets, by folder name; a signal may have come between storing and cloning, which is then repeated.
+        stored, step = state.get("successes", {}), parts.loop.state.step
+        self.digests: dict[str, str] = {name: digest for name, digest in stored.items() if int(name) < step}
+        # Successes and episodes of each task's last iteration.
+        self.counts: dict[str, list[int]] = dict(state.get("tasks", {}))
 
     def begin(self) -> None:
         """Open the demonstrations and the stored successes, then evaluate the initial policy."""
@@ -230,7 +230,7 @@ class FilteredBCTrainer(ActionTrainer):
         sums: dict[str, float] = {}
         with Prefetcher(read, 0, config.sft.num_workers) as batches_of_rows:
             for update in range(num_updates):
-                observation, actions = next_batch(batches_of_rows, self.loop)
+                observation, actions = batches_of_rows.next()
                 self.worker.train_step.decay = learning_rate(update, num_updates, decay=config.trainer.lr_decay)
                 results = self.worker.sft_update(
                     observation, actions, size, step, derive_seed(seed, "noise", update), "rl"

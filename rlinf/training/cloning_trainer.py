@@ -26,7 +26,7 @@ from rlinf.optim.schedule import learning_rate
 from rlinf.rollout.demonstrations import collect_demonstrations
 from rlinf.seeding import derive_seed
 from rlinf.training.action_trainer import ActionTrainer, TrainerContext
-from rlinf.training.loop import Loop, Update
+from rlinf.training.loop import Update
 from rlinf.training.stop_signal import StopRequested
 from rlinf.training.train_worker import rank_rows
 from rlinf.types import Observation
@@ -98,7 +98,7 @@ class CloningTrainer(ActionTrainer):
     def update(self, step: int) -> Update:
         """Take an optimiser step."""
         start, config = time.monotonic(), self.parts.config
-        observation, actions = next_batch(self._batches, self.loop)
+        observation, actions = self._next_batch()
         self._waits.append(time.monotonic() - start)
         heartbeat()  # separate deadlines apply to the batch and the update
         noise = derive_seed(config.seed, "sft noise", step)
@@ -116,6 +116,21 @@ class CloningTrainer(ActionTrainer):
         if is_logged:
             self._waits, self._times = [], []
         return Update(metrics, {"loss": results["loss"]}, is_logged)
+
+    def _next_batch(self) -> tuple[Observation, Tensor]:
+        """Return this rank's rows. If any rank cannot read its rows, save and raise UnreadableRowError on all ranks (a collective call)."""
+        reason = None
+        try:
+            batch = self._batches.next()
+        except (UnreadableRowError, OSError) as error:
+            reason = str(error)
+        if any_rank(reason is not None):
+            hint = ""
+            if self.loop.state.done:
+                self.loop.save_unsaved()
+                hint = f", with resume={self.loop.folder}, where all steps so far are saved"
+            raise UnreadableRowError(f"{next(filter(None, gather_objects(reason))).rstrip('.')}. {SKIP}{hint}")
+        return batch
 
     def evaluation_due(self, last: bool) -> str | None:
         """Return the tag of the evaluation due after this step according to ``sft.eval_every``; None after the last step."""
@@ -186,22 +201,6 @@ class CloningTrainer(ActionTrainer):
             f"{len(collected.episodes)} demonstrations, {len(collected)} frames; the demonstrator succeeds in {collected.success_rate:.1%}"
         )
         return collected, {"sft/demonstrator_success_rate": collected.success_rate}
-
-
-def next_batch(batches: Prefetcher[tuple[Observation, Tensor]], loop: Loop) -> tuple[Observation, Tensor]:
-    """Return this rank's rows. If any rank cannot read its rows, save and raise UnreadableRowError on all ranks (a collective call)."""
-    reason = None
-    try:
-        batch = batches.next()
-    except (UnreadableRowError, OSError) as error:
-        reason = str(error)
-    if any_rank(reason is not None):
-        hint = ""
-        if loop.state.done:
-            loop.save_unsaved()
-            hint = f", with resume={loop.folder}, where all steps so far are saved"
-        raise UnreadableRowError(f"{next(filter(None, gather_objects(reason))).rstrip('.')}. {SKIP}{hint}")
-    return batch
 
 
 def compare_with_statistics(model: ActionModel, rows: Any, env_name: str) -> tuple[dict[str, float], list[str]]:

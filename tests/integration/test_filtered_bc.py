@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from rlinf.cli import main
 from rlinf.offpolicy import filtered_bc
+from rlinf.offpolicy.filtered_bc import FilteredBCTrainer
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install -e '.[lerobot]'")
 
@@ -85,28 +86,31 @@ def test_a_resumed_run_needs_its_stored_episodes(change, tmp_path, capsys):
     if change == "missing":
         shutil.rmtree(stored)
     else:
-        info = stored / "meta" / "info.json"
-        info.write_text(info.read_text() + "\n")
+        (stored / "meta" / "info.json").open("a").write("\n")
     capsys.readouterr()
     assert main([*words, f"resume={tmp_path}"]) != 0
     assert f"successes/000000 {'is missing' if change == 'missing' else 'contains other'}" in capsys.readouterr().err
 
 
-def test_a_signal_ends_the_sampling_and_the_run_continues(tmp_path, monkeypatch):
-    run_episodes, calls = filtered_bc.run_episodes, []
+@pytest.mark.parametrize(
+    ("place", "name", "number"), [(filtered_bc, "run_episodes", 5), (FilteredBCTrainer, "_add_stored", 2)]
+)
+def test_a_signal_ends_the_sampling_and_the_run_continues(place, name, number, tmp_path, monkeypatch):
+    original, calls = getattr(place, name), []
 
     def signalled(*arguments):
+        result = original(*arguments)
         calls.append(arguments)
-        if len(calls) == 5:  # in the second iteration of three batches
+        if len(calls) == number:  # in the second iteration of three batches, or after it has stored its episodes
             signal.raise_signal(signal.SIGTERM)
-        return run_episodes(*arguments)
+        return result
 
     assert main(["train", *SHORT, f"output_dir={tmp_path / 'whole'}"]) == 0
     words = ["train", *SHORT, f"output_dir={tmp_path / 'run'}"]
-    monkeypatch.setattr(filtered_bc, "run_episodes", signalled)
+    monkeypatch.setattr(place, name, signalled)
     with pytest.raises(SystemExit) as stopped:
         main(words)
-    assert stopped.value.code == 128 + signal.SIGTERM and len(calls) == 5
+    assert stopped.value.code == 128 + signal.SIGTERM and len(calls) == number
     assert main([*words, f"resume={tmp_path / 'run'}"]) == 0
     assert lines(tmp_path / "run") == lines(tmp_path / "whole")
 

@@ -50,13 +50,13 @@ MOST_VAGUE_NAMES = 1
 # and Meta-World's MT50 learn (4, 66, 460 words, and 4 lines that check), and own successes (423, 239, 404 words, 4 options, 40 lines that
 # check, and 4 uses of Any).
 SIZES = {
-    "lines of rlinf/": 70_301,
+    "lines of rlinf/": 70_298,
     "lines of tests/": 68_211,
     "lines of functions that check": 3_931,
     "uses of Any": 1_461,
     "calls of import_string": 9,
     "files under 60 lines": 44,
-    "words of docs/": 59_529,
+    "words of docs/": 59_528,
     "pages of docs/": 33,
     "options in the reference": 392,
 }

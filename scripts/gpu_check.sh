@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures on one GPU what only a GPU can show (random weights, no downloads, 32 GB of disk), and compares each number with its
 # threshold. Numbers are added to docs/gpu_results.json one by one, and docs/gpu_results.md is generated from it. Each call runs what
-# this GPU lacks, the most valuable checks first (20 minutes on an H200 in all, in one call or several):
+# this GPU lacks, the most valuable checks first (27 minutes on an H200 in all, in one call or several):
 #   bash scripts/gpu_check.sh --minutes 10
 #   bash scripts/gpu_check.sh --list --minutes 10       # the order, and what fits
 #   bash scripts/gpu_check.sh --since HEAD~20           # also what was measured before that commit

@@ -31,12 +31,12 @@ def train_command(setting: Setting, folder: Path, words: list[str], start: list[
     quiet = ["tracking.progress=false", "evaluation.num_videos_per_task=0", "trainer.save_every_minutes=0"]
     place = [f"cluster.device={setting.device}", f"output_dir={folder}"]
     place += [] if setting.is_gpu else ["cluster.num_threads=1"]
-    return [*(start or [sys.executable]), "-m", "rlinf", "train", *words, *quiet, *place]
+    return [*(start or [sys.executable]), "-m", "rlinf", "train", *quiet, *words, *place]
 
 
-def train(setting: Setting, name: str, words: list[str], **popen: Any) -> Path:
+def train(setting: Setting, name: str | Path, words: list[str], **popen: Any) -> Path:
     """Run ``rlinf train`` in a process, and return its folder; raise CalledProcessError if it fails."""
-    folder = setting.folder / name
+    folder = setting.folder / name  # or ``name``, if it is absolute
     subprocess.run(train_command(setting, folder, words), check=True, cwd=setting.folder, **popen)
     return folder
 

@@ -208,6 +208,7 @@ def test_every_configuration_of_full_size_is_valid_and_builds_without_weights(gp
         model = policy_on_meta_device(config)
         sizes[name] = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert sizes["G1"] == sizes["G3"] == sizes["G5"] and 1e8 < sizes["G1"] < 1.3e8, "adapters of a 7B, and heads"
+    assert 1e8 < sizes["G8"] < 1.1e8
     without_folder = [word for word in words["G1"] if not word.startswith("model.model_path=")]
     with pytest.raises(ConfigError, match="model_path is null and model.init_config is empty"):  # a control
         validate(gpu_check.openvla.configuration(without_folder))

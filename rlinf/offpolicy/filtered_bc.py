@@ -197,7 +197,8 @@ class FilteredBCTrainer(ActionTrainer):
         attempts: list[list[EpisodeResult]] = []
         try:
             for attempt in range(self.config.num_attempts):
-                attempts.append(self._run(specs, writer, seed + attempt))
+                label = f"episodes, attempt {attempt + 1}" if attempt else "episodes"
+                attempts.append(self._run(specs, writer, seed + attempt, label))
                 specs = sorted(
                     (result.spec for result in attempts[-1] if not result.success), key=lambda spec: spec.task_id
                 )
@@ -214,8 +215,8 @@ class FilteredBCTrainer(ActionTrainer):
             self.counts[task] = [sum(outcomes), len(outcomes)]
         return attempts[0], sum(attempts[1:], [])
 
-    def _run(self, specs: Sequence[EpisodeSpec], writer: LeRobotWriter, seed: int) -> list[EpisodeResult]:
-        """Run episodes with sampled actions, and write the successful ones."""
+    def _run(self, specs: Sequence[EpisodeSpec], writer: LeRobotWriter, seed: int, label: str) -> list[EpisodeResult]:
+        """Run episodes with sampled actions, and write the successful ones; ``label`` names them in the progress."""
         env, model = self.env, self.sync.rollout_model
         policy = BatchedPolicy(model, env.stream_names, False, self.parts.config.rollout.temperature, seed)
         results: list[EpisodeResult] = []
@@ -227,7 +228,7 @@ class FilteredBCTrainer(ActionTrainer):
                 write_episode(writer, batch, slot)
             heartbeat()
             success_rate = float(np.mean([result.success for result in results]))
-            self.loop.progress.update("episodes", len(results), len(specs), success_rate)
+            self.loop.progress.update(label, len(results), len(specs), success_rate)
         return results
 
     def _clone(self, step: int) -> dict[str, float]:

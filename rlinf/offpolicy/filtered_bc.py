@@ -93,7 +93,8 @@ class FilteredBC(AnyAlgorithm):
         algorithm = cast(FilteredBCConfig, config.algorithm)
         longest = ENVS.get(config.env.name).longest_horizon(config.env)
         steps = f"{algorithm.num_updates} steps of {config.trainer.minibatch_size}"
-        table = {"rollout": f"{algorithm.num_episodes} episodes, then {steps} on the successful ones"}
+        attempts = f" with up to {algorithm.num_attempts} attempts" if algorithm.num_attempts > 1 else ""
+        table = {"rollout": f"{algorithm.num_episodes} episodes{attempts}, then {steps} on the successful ones"}
         return Updates(algorithm.num_updates, table, algorithm.num_episodes * algorithm.num_attempts * longest)
 
     @classmethod

@@ -41,6 +41,7 @@ class Check:
         limit_s: Seconds after which it is ended.
         needs_model: It reads the model that G0 draws.
         package: An optional package that it needs.
+        continues: After it was cut, only the rest remains.
     """
 
     run: Callable[[Rows, Setting], None]
@@ -48,6 +49,7 @@ class Check:
     limit_s: int
     needs_model: bool = False
     package: str | None = None
+    continues: bool = False
 
 
 ONE_GPU = {
@@ -58,8 +60,8 @@ ONE_GPU = {
     "G1": Check(g1_openvla_lora, 240, 390, needs_model=True),
     "G6 float32": Check(training.g6_float32_learns, 110, 130),
     "G6 bf16": Check(training.g6_bf16_learns, 110, 130),
-    "G8 quickstart": Check(training.g8_quickstart, 150, 300),
-    "G8 larger": Check(training.g8_larger, 300, 480),
+    "G8 quickstart": Check(training.g8_quickstart, 150, 300, continues=True),
+    "G8 larger": Check(training.g8_larger, 300, 480, continues=True),
     "G7 resume": Check(training.g7_same_numbers, 50, 90),
     "G7 shards": Check(training.g7_shards, 65, 110),
     "G7 adapters": Check(training.g7_adapters, 35, 60),

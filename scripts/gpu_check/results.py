@@ -120,7 +120,8 @@ def seconds_needed(check: Check, attempt: Attempt | None) -> float:
     """Return the seconds that a check is expected to take: by estimate, as measured, or more than was too short."""
     if attempt is not None and attempt.state == DONE and attempt.seconds:  # 0: it was not recorded
         return 1.1 * attempt.seconds
-    return max(check.expected_s, 1.5 * attempt.seconds if attempt is not None and attempt.state == CUT else 0.0)
+    was_short = attempt is not None and attempt.state == CUT and not check.continues
+    return max(check.expected_s, 1.5 * attempt.seconds if was_short else 0.0)
 
 
 def write_page(results: Results, title: str, checks: Mapping[str, Check]) -> None:

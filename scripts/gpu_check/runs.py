@@ -27,7 +27,7 @@ TIMED = ("time", "memory/", "throughput/")
 
 
 def train_command(setting: Setting, folder: Path, words: list[str], start: list[str] | None = None) -> list[str]:
-    """Return the command of a run without videos, tables of progress or checkpoints by the clock; ``start``: its launcher."""
+    """Return the command of a run without videos, progress or checkpoints by the clock (unless in ``words``); ``start``: its launcher."""
     quiet = ["tracking.progress=false", "evaluation.num_videos_per_task=0", "trainer.save_every_minutes=0"]
     place = [f"cluster.device={setting.device}", f"output_dir={folder}"]
     place += [] if setting.is_gpu else ["cluster.num_threads=1"]

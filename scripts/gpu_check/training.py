@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import Any
 
 from gpu_check.rows import Rows, Setting
@@ -11,7 +12,7 @@ from gpu_check.runs import SMALL, first_difference, largest_gap, rl_metrics, tra
 TWO_STEPS = ["experiment=quickstart", *SMALL, "algorithm.critic_warmup_steps=0", "trainer.max_steps=2"]
 FOUR_STEPS = [*TWO_STEPS, "trainer.max_steps=4", "trainer.save_every=2", "trainer.max_keep=-1"]
 FOUR_STEPS += ["trainer.save_mode=async", "trainer.deterministic=true"]
-CPU_SUCCESS = 0.950
+CPU_SUCCESS = 0.915
 """Of the quickstart after PPO (docs/results.md)."""
 LARGER = ["model.init_config.text_config.hidden_size=768", "model.init_config.text_config.intermediate_size=2048"]
 LARGER += ["model.init_config.text_config.num_hidden_layers=14", "model.init_config.text_config.num_attention_heads=12"]
@@ -61,13 +62,15 @@ def g8_quickstart(rows: Rows, setting: Setting) -> None:
 
 
 def g8_larger(rows: Rows, setting: Setting) -> None:
-    """So does a policy with 103 million weights."""
+    """A policy with 103 million weights reaches it, too."""
     learn(rows, setting, "103 M weights", LARGER)
 
 
 def learn(rows: Rows, setting: Setting, name: str, words: list[str]) -> None:
-    """Train to the end, from the last checkpoint of an earlier call at this commit; measure seconds and success."""
-    folder = setting.cache / "learning" / f"{rows.check.split()[1]}_{rows.commit}"
+    """Train to the end, from the last checkpoint of a cut call at this commit; measure seconds and success."""
+    folder = setting.cache / "learning" / f"{rows.check.split()[1]}_{rows.commit}{'_tiny' * setting.tiny}"
+    if not any(folder.glob("checkpoints/[!.]*/state.json")):  # a folder without a checkpoint is rejected
+        shutil.rmtree(folder, ignore_errors=True)
     words = [*SMALL, "trainer.max_steps=1"] if setting.tiny else [*words, "evaluation.num_episodes=200"]
     words = ["experiment=quickstart", *words, "evaluation.num_fresh_episodes=0", "evaluation.baselines=false"]
     resume = ["resume=auto", "trainer.save_every_minutes=0.5", "trainer.max_keep=1"]
@@ -75,11 +78,12 @@ def learn(rows: Rows, setting: Setting, name: str, words: list[str]) -> None:
     success = summary["success_after_rl"]
     rows.at_most(f"{name}, seconds of training", summary["train_wall_s"], 240)
     rows.state(f"{name}, success after {summary['env_steps']} env steps", f"{success['success_rate']:.1%}")
-    what = f"{name}, upper end of its interval against the mean of six seeds on CPUs"
+    what = f"{name}, upper end of its interval against the lowest of six seeds on CPUs"
     if setting.tiny:
         rows.not_measured(what, "needs the whole training")
     else:
         rows.at_least(what, success["interval"][1], CPU_SUCCESS)
+    shutil.rmtree(folder)  # so that --only measures again
 
 
 def g7_same_numbers(rows: Rows, setting: Setting) -> None:

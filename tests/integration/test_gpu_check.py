@@ -29,7 +29,7 @@ PACKAGE = ROOT / "scripts" / "gpu_check"
 def gpu_check():
     """The modules of the package."""
     sys.path.insert(0, str(PACKAGE.parent))
-    names = ("__main__", "checks", "openvla", "policies", "results", "rows", "runs")
+    names = ("__main__", "checks", "openvla", "policies", "results", "rows", "runs", "training")
     yield SimpleNamespace(**{name: importlib.import_module(f"gpu_check.{name}") for name in names})
     sys.path.remove(str(PACKAGE.parent))
 
@@ -57,6 +57,32 @@ def test_the_checks_of_one_process_run_at_tiny_size(tmp_path):
     assert {row[5] for row in unmeasured} == {""}, "a number that only a GPU has must not look measured"
     assert {"not measured: needs the full size on a GPU", "not measured: needs a GPU"} <= {row[3] for row in unmeasured}
     assert "not a GPU, tiny models" in table
+
+
+def test_a_learning_run_that_was_cut_continues_and_is_removed_at_its_end(gpu_check, tmp_path, monkeypatch):
+    training, measured, starts = gpu_check.training, [], []
+    rows = gpu_check.rows.Rows("G8 quickstart", "new", measured.append)
+    setting = gpu_check.rows.Setting("cpu", True, tmp_path, tmp_path)
+    folder = tmp_path / "learning" / "quickstart_new_tiny"
+    original = training.train
+
+    def stopped(setting, folder, words):
+        starts.append(sorted(path.name for path in folder.glob("checkpoints/*")))
+        result = original(setting, folder, [*words, f"trainer.max_steps={len(starts)}"])
+        if len(starts) == 1:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(training, "train", stopped)
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").touch()  # cut before the first checkpoint
+    with pytest.raises(KeyboardInterrupt):
+        training.learn(rows, setting, "quickstart", [])
+    assert starts == [[]] and not measured
+    training.learn(rows, setting, "quickstart", [])
+    assert "rl_000001" in starts[1], "only the second iteration remains"
+    assert [row.what.split(", ")[1].split()[0] for row in measured] == ["seconds", "success", "upper"]
+    assert "256 env steps" in measured[1].what and not folder.exists()
 
 
 PLANTED = """

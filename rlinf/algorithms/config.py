@@ -119,7 +119,6 @@ class FilteredBCConfig(AnyAlgorithmConfig):
 
     name: str = option("filtered_bc", "Registered algorithm.")
     num_episodes: int = option(100, "Episodes per iteration, which sample at `rollout.temperature`.", minimum=1)
-    num_attempts: int = option(1, "Maximum number of attempts per episode; the first success ends them.", minimum=1)
     num_updates: int = option(500, "Optimiser steps per iteration, within which the rate decays.", minimum=1)
     restart: bool = option(
         False, "Clone from the run's first weights in each iteration; false: continue from the current ones."

@@ -19,7 +19,6 @@ from rlinf.data.augment import augment
 from rlinf.data.config import SFTConfig
 from rlinf.data.filters import filtered_rows, needs_outcomes
 from rlinf.data.formats import open_dataset
-from rlinf.data.lerobot_writer import LeRobotWriter
 from rlinf.data.rows import BatchSource, Prefetcher, shuffled_rows
 from rlinf.distributed.deadlines import deadline, heartbeat
 from rlinf.envs import ENVS
@@ -93,9 +92,8 @@ class FilteredBC(AnyAlgorithm):
         algorithm = cast(FilteredBCConfig, config.algorithm)
         longest = ENVS.get(config.env.name).longest_horizon(config.env)
         steps = f"{algorithm.num_updates} steps of {config.trainer.minibatch_size}"
-        attempts = f" with up to {algorithm.num_attempts} attempts" if algorithm.num_attempts > 1 else ""
-        table = {"rollout": f"{algorithm.num_episodes} episodes{attempts}, then {steps} on the successful ones"}
-        return Updates(algorithm.num_updates, table, algorithm.num_episodes * algorithm.num_attempts * longest)
+        table = {"rollout": f"{algorithm.num_episodes} episodes, then {steps} on the successful ones"}
+        return Updates(algorithm.num_updates, table, algorithm.num_episodes * longest)
 
     @classmethod
     def buffer_bytes(cls, config: Any, model: Any, call_bytes: int) -> int:
@@ -156,20 +154,19 @@ class FilteredBCTrainer(ActionTrainer):
         clock.lap("sync")
         try:
             with self.loop.stop_signal.interrupting():
-                results, repeats = self._sample(step)
+                results = self._sample(step)
         except StopRequested as stop:  # sampling changes no training state, and a resumed run repeats it
             self.loop.save_unsaved()
             raise StopRequested(f"{stop} after step {state.done} of phase rl") from None
         clock.lap("rollout")
-        env_steps = sum(result.num_env_steps for result in results + repeats)
+        env_steps = sum(result.num_env_steps for result in results)
         state.env_steps += env_steps
         metrics = {
             "rollout/env_steps_total": state.env_steps,
             "rollout/num_episodes": len(results),
             "rollout/success_rate": float(np.mean([result.success for result in results])),
             "rollout/return_mean": float(np.mean([result.episode_return for result in results])),
-            "rollout/episode_len": float(np.mean([result.num_env_steps for result in results])),
-            "rollout/num_repeated_episodes": len(repeats),
+            "rollout/episode_len": env_steps / len(results),
             "rollout/actions_clipped_fraction": float(np.mean([r.actions_clipped_fraction or 0.0 for r in results])),
             "rollout/actions_max_abs": max(result.actions_max_abs or 0.0 for result in results),
         }
@@ -182,54 +179,36 @@ class FilteredBCTrainer(ActionTrainer):
         return metrics | {"throughput/env_steps_per_s": env_steps / seconds} | clock.metrics()
 
     @deadline("rollout")
-    def _sample(self, step: int) -> tuple[list[EpisodeResult], list[EpisodeResult]]:
-        """Run the iteration's episodes and repeat the failed ones; store the successful ones, and count the first attempts per task.
-
-        Returns:
-            Results of the first attempts, and of the repeated episodes.
-        """
-        config, env = self.parts.config, self.env
+    def _sample(self, step: int) -> list[EpisodeResult]:
+        """Run the iteration's episodes, store the successful ones and count them per task."""
+        config, env, model = self.parts.config, self.env, self.sync.rollout_model
         seed = derive_seed(config.seed, "filtered_bc", step)
         specs = draw_specs(self._specs, self._weights(), self.config.num_episodes, seed)
+        policy = BatchedPolicy(model, env.stream_names, False, config.rollout.temperature, seed)
         name = f"{step:06d}"
         folder = self.loop.folder / SUCCESSES_FOLDER / name
         shutil.rmtree(folder, ignore_errors=True)  # of an iteration that a resumed run repeats
         writer = dataset_writer(config, env, folder, has_executed=False)
-        attempts: list[list[EpisodeResult]] = []
+        results: list[EpisodeResult] = []
         try:
-            for attempt in range(self.config.num_attempts):
-                label = f"episodes, attempt {attempt + 1}" if attempt else "episodes"
-                attempts.append(self._run(specs, writer, seed + attempt, label))
-                specs = sorted(
-                    (result.spec for result in attempts[-1] if not result.success), key=lambda spec: spec.task_id
-                )
-                if not specs:
-                    break
-            if any(result.success for results in attempts for result in results):
+            for batch_specs in batches(specs, env.num_envs):
+                with evaluation_mode(model), self.worker.autocast():
+                    batch = run_episodes(env, batch_specs, PolicyDemonstrator(policy, batch_specs))
+                results += batch.results
+                for slot in np.flatnonzero([result.success for result in batch.results]).tolist():
+                    write_episode(writer, batch, slot)
+                heartbeat()
+                success_rate = float(np.mean([result.success for result in results]))
+                self.loop.progress.update("episodes", len(results), len(specs), success_rate)
+            if any(result.success for result in results):
                 writer.close()
                 self._add_stored(name)
         finally:
             writer.abort()  # has no effect after close
             env.offload()
-        for task in sorted({result.task for result in attempts[0]}):
-            outcomes = [result.success for result in attempts[0] if result.task == task]
+        for task in sorted({result.task for result in results}):
+            outcomes = [result.success for result in results if result.task == task]
             self.counts[task] = [sum(outcomes), len(outcomes)]
-        return attempts[0], sum(attempts[1:], [])
-
-    def _run(self, specs: Sequence[EpisodeSpec], writer: LeRobotWriter, seed: int, label: str) -> list[EpisodeResult]:
-        """Run episodes with sampled actions, and write the successful ones; ``label`` names them in the progress."""
-        env, model = self.env, self.sync.rollout_model
-        policy = BatchedPolicy(model, env.stream_names, False, self.parts.config.rollout.temperature, seed)
-        results: list[EpisodeResult] = []
-        for batch_specs in batches(specs, env.num_envs):
-            with evaluation_mode(model), self.worker.autocast():
-                batch = run_episodes(env, batch_specs, PolicyDemonstrator(policy, batch_specs))
-            results += batch.results
-            for slot in np.flatnonzero([result.success for result in batch.results]).tolist():
-                write_episode(writer, batch, slot)
-            heartbeat()
-            success_rate = float(np.mean([result.success for result in results]))
-            self.loop.progress.update(label, len(results), len(specs), success_rate)
         return results
 
     def _clone(self, step: int) -> dict[str, float]:

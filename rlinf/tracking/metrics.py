@@ -24,7 +24,6 @@ METRICS: dict[str, Metric] = {
     "rollout/states_far_fraction": Metric(
         "Fraction of states outside five half-widths of the policy's statistics; warns above 1 %.", "1"),
     "rollout/num_episodes": Metric("Number of first episodes used for the metrics above.", "episodes"),
-    "rollout/num_repeated_episodes": Metric("Repeated episodes, after failed attempts.", "episodes"),
     "rollout/lost_episodes": Metric(
         "Episodes restarted because their simulator was lost; the part before the loss is not trained on, and lost first episodes are "
         "excluded above.", "episodes"),

@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -41,32 +40,6 @@ def test_successful_episodes_are_stored_and_no_others(tmp_path):
     for number, line in enumerate(iterations(tmp_path)):
         info = json.loads((tmp_path / "successes" / f"{number:06d}" / "meta" / "info.json").read_text())
         assert info["total_episodes"] == round(30 * line["rollout/success_rate"]) > 0
-
-
-def test_failed_episodes_are_repeated_with_other_actions_until_they_succeed(tmp_path, monkeypatch):
-    original, rounds = filtered_bc.run_episodes, []
-
-    def recorded(env, specs, demonstrator):
-        batch = original(env, specs, demonstrator)
-        rounds.append([(result, batch.executed[0, slot].tolist()) for slot, result in enumerate(batch.results)])
-        return batch
-
-    monkeypatch.setattr(filtered_bc, "run_episodes", recorded)
-    words = ["algorithm.num_episodes=10", "algorithm.num_attempts=4", "trainer.max_steps=1"]
-    assert main(["train", *SHORT, *words, f"output_dir={tmp_path}"]) == 0
-    assert len(rounds[0]) == 10 and 2 <= len(rounds) <= 4
-    assert len(rounds) == 4 or all(result.success for result, _ in rounds[-1])
-    for before, after in pairwise(rounds):
-        failed = {result.spec: action for result, action in before if not result.success}
-        assert failed.keys() == {result.spec for result, _ in after}
-        assert all(failed[result.spec] != action for result, action in after), "else it would fail again"
-    results = [result for batch in rounds for result, _ in batch]
-    (line,) = iterations(tmp_path)
-    assert line["rollout/env_steps_total"] == sum(result.num_env_steps for result in results)
-    assert line["rollout/success_rate"] == sum(result.success for result, _ in rounds[0]) / 10
-    assert (line["rollout/num_episodes"], line["rollout/num_repeated_episodes"]) == (10, len(results) - 10)
-    info = json.loads((tmp_path / "successes" / "000000" / "meta" / "info.json").read_text())
-    assert info["total_episodes"] == sum(result.success for result in results)
 
 
 def test_the_demonstrations_are_cloned_too(tmp_path):

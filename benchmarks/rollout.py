@@ -30,6 +30,8 @@ from rlinf.config.schema import build_config
 from rlinf.distributed.process_group import set_num_threads
 from rlinf.envs import make_env
 from rlinf.models import build_policy
+from rlinf.models.embodiment.base import ActionModel
+from rlinf.rollout.collector import Collector
 from rlinf.seeding import seed_everything
 
 
@@ -42,6 +44,11 @@ def seconds_of(functions: dict[str, Callable[[], object]], rounds: int) -> dict[
             function()
             seconds[name].append(time.perf_counter() - start)
     return {name: taken[1:] for name, taken in seconds.items()}
+
+
+def roll_out(collector: Collector, model: ActionModel) -> None:
+    """Collect one rollout."""
+    collector.result(collector.submit(model, 0, 0, needs_values=False))
 
 
 def measure(num_envs: int, num_chunks: int, rounds: int) -> dict[str, float]:
@@ -72,7 +79,7 @@ def measure(num_envs: int, num_chunks: int, rounds: int) -> dict[str, float]:
     }
     functions: dict[str, Callable[[], object]] = {"env_only": env_only, "policy_only": policy_only}
     for name, collector in collectors.items():
-        functions[name] = partial(collector.collect, model, 0, 0, needs_values=False)
+        functions[name] = partial(roll_out, collector, model)
     seconds = seconds_of(functions, rounds)
     for collector in collectors.values():
         collector.close()

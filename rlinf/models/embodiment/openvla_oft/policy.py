@@ -170,7 +170,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         return self._greedy_tokens(states, self._bin_logits(states))
 
     def _greedy_tokens(self, states: Tensor, logits: Tensor) -> Tensor:
-        """Return the greedy tokens ``[B, A]``; ``logits`` are those of the bins."""
+        """Return the greedy tokens ``[B, A]`` for hidden states and the bins' logits."""
         if self.config.greedy_over_vocabulary:
             return self.language_model.lm_head(states).argmax(-1)
         if self.config.greedy_decoding == "mode":

@@ -28,4 +28,7 @@ def test_last_line_is_json_with_a_ratio(name, arguments):
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout.splitlines()[-1])
     assert report["name"] == name and {"ours", "peer", "ratio", "sizes"} <= report.keys()
+    if name == "vector_env":
+        assert set(report["sizes"]["2"]) == {"ours", "sync", "async", "ratio"}
+        assert abs(report["ratio"] - report["ours"] / report["peer"]) < 0.01
     assert min(report["ours"], report["peer"], report["ratio"]) > 0

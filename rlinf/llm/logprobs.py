@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
 from rlinf.distributed.transfers import to_device
@@ -112,7 +113,7 @@ def sequence_scores(
     """Return the log-probability of every token given the previous ones and, if requested, the entropy.
 
     Logits need the most memory. If the model ``has_separable_head``, the LM head is therefore applied in chunks of ``CHUNK_LOGITS``
-    logits, which are recomputed in the backward pass.
+    logits. The backward pass recomputes them if the head is trained; otherwise, the forward pass computes the gradients.
 
     Args:
         input_ids, attention_mask: int64 and bool ``[B, S]``, right-padded, preferably on the CPU.
@@ -135,10 +136,10 @@ def sequence_scores(
         tokens = {"input_ids": ids, "attention_mask": attended.long(), **(inputs or {})}
         before = places - 1
     tokens = {name: to_device(tensor, device) for name, tensor in tokens.items()}
-    states, head = _run_to_head(model, tokens, len(places), known_rows(lengths.tolist(), packed))
+    states, head, is_frozen = _run_to_head(model, tokens, len(places), known_rows(lengths.tolist(), packed))
     scored = states.flatten(0, 1)[to_device(before, states.device)]
     targets = to_device(ids.flatten()[places], scored.device)
-    logprobs, entropy = _chunked_scores(scored, targets, head, temperature, with_entropy)
+    logprobs, entropy = _chunked_scores(scored, targets, head, is_frozen, temperature, with_entropy)
     return TokenScores(*(None if v is None else _placed(v, places, ids.shape) for v in (logprobs, entropy)))
 
 
@@ -170,11 +171,11 @@ def _has_separable_head(model: nn.Module) -> bool:
 
 def _run_to_head(
     model: nn.Module, inputs: Mapping[str, Tensor], num_scored: int, rows: AbstractContextManager
-) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+) -> tuple[Tensor, Callable[[Tensor], Tensor], bool]:
     """Run a causal language model, skipping the LM head if there would be more than ``CHUNK_LOGITS`` logits or most are not needed.
 
-    Return hidden states ``[B, S, H]`` and a function that maps them to logits ``[..., V]``, or logits and the identity. ``rows`` is the
-    context for the pass (``known_rows``).
+    Return hidden states ``[B, S, H]``, a function that maps them to logits ``[..., V]`` and whether its weights are frozen, or logits, the
+    identity and False. ``rows`` is the context for the pass (``known_rows``).
     """
     num_tokens = inputs["input_ids"].numel()
     is_large = num_tokens * model.config.get_text_config().vocab_size > CHUNK_LOGITS
@@ -183,8 +184,9 @@ def _run_to_head(
     with rows:
         if is_separable and (is_large or num_scored < USEFUL_FRACTION * num_tokens):
             (states,), _ = _run_with_few_logits(model, inputs)
-            return states, lambda part: _logits_of(model, part)
-        return model(**inputs, use_cache=False).logits, lambda logits: logits
+            is_frozen = not any(weight.requires_grad for weight in model.get_output_embeddings().parameters())
+            return states, lambda part: _logits_of(model, part), is_frozen
+        return model(**inputs, use_cache=False).logits, lambda logits: logits, False
 
 
 def _run_with_few_logits(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor]:
@@ -226,7 +228,12 @@ def _are_equal(ours: Tensor, logits: Tensor) -> bool:
 
 
 def _chunked_scores(
-    states: Tensor, tokens: Tensor, head: Callable[[Tensor], Tensor], temperature: float, with_entropy: bool
+    states: Tensor,
+    tokens: Tensor,
+    head: Callable[[Tensor], Tensor],
+    is_frozen: bool,
+    temperature: float,
+    with_entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probabilities for ``tokens [N]`` and, if requested, entropies, float32 ``[N]``, in chunks of ``CHUNK_LOGITS`` logits."""
 
@@ -242,10 +249,36 @@ def _chunked_scores(
     if len(tokens) <= rows:
         return score(states, tokens)
     chunks = zip(states.split(rows), tokens.split(rows), strict=True)
-    # Recompute each chunk's logits in the backward pass instead of storing them.
-    if torch.is_grad_enabled():
-        scores = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
-    else:
+    if not torch.is_grad_enabled():
         scores = [score(*chunk) for chunk in chunks]
+    elif is_frozen:
+        scores = [_FrozenHead.apply(*chunk, score) for chunk in chunks]
+    else:  # recompute each chunk's logits in the backward pass instead of storing them
+        scores = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     logprobs, entropies = zip(*scores, strict=True)
     return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
+
+
+class _FrozenHead(torch.autograd.Function):
+    """Apply ``score``, and compute its gradient with respect to ``states`` at once, because a frozen head needs no other."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        states: Tensor,
+        tokens: Tensor,
+        score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]],
+    ) -> tuple[Tensor, Tensor | None]:
+        with torch.enable_grad():
+            states = states.detach().requires_grad_()
+            logprobs, entropy = score(states, tokens)
+            # Row i of the sum's gradient is the gradient of log-probability i, which depends on no other row.
+            ctx.save_for_backward(*torch.autograd.grad(logprobs.sum(), states))
+        if entropy is not None:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs.detach(), entropy
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor, _: Tensor | None) -> tuple[Tensor, None, None]:
+        (gradients,) = ctx.saved_tensors
+        return (gradient.unsqueeze(-1) * gradients).to(gradients.dtype), None, None

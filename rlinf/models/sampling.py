@@ -23,7 +23,8 @@ def token_logprobs(
 
     They are ``log softmax(logits / temperature)`` in float32 over the last axis of ``logits [..., n_bins]`` (action bins only).
     """
-    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
+    logits = logits.float() if temperature == 1 else logits.float() / temperature
+    logprobs = torch.log_softmax(logits, dim=-1)
     chosen = logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     return chosen, -(logprobs.exp() * logprobs).sum(-1) if with_entropy else None
 

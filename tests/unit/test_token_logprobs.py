@@ -143,6 +143,25 @@ def test_adapters_on_the_head_count(load, name, monkeypatch):
     assert (found[0] - plain).abs().max() > 0.1, "control"
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_frozen_head_is_applied_to_each_chunk_once(load, name, monkeypatch):
+    model, (ids, mask), calls = load(name), rows(), []
+    head = model.get_output_embeddings()
+    assert module.has_separable_head(model)
+    head.register_forward_hook(lambda *_: calls.append(1))
+    trained, _ = chunked(model, ids, mask, monkeypatch)
+    num_trained = len(calls)
+    head.requires_grad_(False)
+    frozen, expected = chunked(model, ids, mask, monkeypatch)
+    assert_same(model, frozen, expected)
+    weights = {key for key, parameter in model.named_parameters() if parameter is head.weight}
+    assert frozen[1].keys() == trained[1].keys() - weights and frozen[2] < 93 * VOCABULARY
+    num_chunks = 10  # of 93 tokens; a trained head is applied once more in the backward pass
+    assert num_trained - (len(calls) - num_trained) == num_chunks
+    scores = module.sequence_scores(model, ids, mask, with_entropy=True)
+    assert scores.logprobs.requires_grad and not scores.entropy.requires_grad and scores.entropy.any()
+
+
 def test_a_model_without_an_output_layer_gets_all_logits(load, monkeypatch):
     model, (ids, mask) = load("llama"), rows()
     monkeypatch.setattr(model, "get_output_embeddings", lambda: None)

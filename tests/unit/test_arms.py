@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from rlinf.envs import make_env
+from rlinf.envs.graphics.renderer import clustered, lighten
 from rlinf.envs.pusht.env import PushTConfig, PushTSimulator
 from rlinf.envs.so101 import env as so101
-from rlinf.envs.so101.env import clustered, lighten
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.seeding import derive_seed
 from rlinf.types import EpisodeSpec

@@ -221,6 +221,22 @@ def test_one_renderer_of_a_task_draws_all_its_envs():
 
 
 @needs_metaworld
+def test_fast_images_have_few_triangles_and_nearly_the_same_pixels():
+    cameras, views = ["corner4", "gripperPOV"], []
+    for rendering, number in (("full", 1), ("fast", 1), ("full", 2)):
+        sim = simulator("soccer-v3", cameras=cameras, image_size=64, rendering=rendering)
+        sim.reset(spec(number))
+        views.append(np.stack([sim.observe().images[camera] for camera in cameras]).astype(float))
+    full, fast, other = views
+    differences = np.abs(fast - full).mean((1, 2, 3))
+    assert (differences > 0).all() and (differences < 3).all()
+    assert (np.abs(other - full).mean((1, 2, 3)) > differences).all(), "control: another initial state"
+    path = sim._env.fullpath
+    slow, light = (int(adapter._renderers[64, fast][path].model.mesh_facenum.sum()) for fast in (False, True))
+    assert light < slow / 3
+
+
+@needs_metaworld
 def test_scenes_are_used_again_and_idle_ones_are_few(monkeypatch):
     monkeypatch.setattr(adapter, "_idle_scenes", [])
     monkeypatch.setattr(adapter, "MAX_IDLE_SCENES", 1)
@@ -290,7 +306,7 @@ def test_renderers_beyond_the_number_of_envs_are_closed(monkeypatch):
     def show(sim, task_id):
         sim.reset(spec(task_id=task_id))
         sim.observe()
-        seen.append(list(adapter._renderers[16].values())[-1])
+        seen.append(list(adapter._renderers[16, False].values())[-1])
 
     for number in (0, 1):
         show(sims[number], number)
@@ -299,4 +315,4 @@ def test_renderers_beyond_the_number_of_envs_are_closed(monkeypatch):
     assert seen[2:] == seen[:2], "one for each env: two tasks in turn do not take each other's"
     show(sims[0], 2)
     assert [renderer._gl is None for renderer in (*seen[:2], seen[-1])] == [True, False, False]
-    assert len(adapter._renderers[16]) == 2
+    assert len(adapter._renderers[16, False]) == 2

@@ -17,7 +17,7 @@ import numpy as np
 
 from rlinf.envs.config import ProcessEnvConfig
 from rlinf.envs.graphics.backend import choose_backend, import_mujoco
-from rlinf.envs.graphics.renderer import StateRenderer, project
+from rlinf.envs.graphics.renderer import StateRenderer, lighten, project
 from rlinf.envs.process.env import ProcessVectorEnv
 from rlinf.envs.process.simulator import Simulator, SingleStep, View
 from rlinf.errors import MissingDependencyError
@@ -88,6 +88,8 @@ CONTROL_FREQ_HZ = 80
 MAX_IDLE_SCENES = 16
 MIN_RENDERERS = 4
 MAX_GEOMS = 400
+CELL_M = 0.008
+"""Edge length of a cube within which vertices are merged; a pixel of a 64 px image covers at least as much, but for the hand's camera."""
 HAND_LOW, HAND_HIGH = (-0.525, 0.348, -0.0525), (0.525, 1.025, 0.7)
 
 
@@ -114,6 +116,9 @@ class MetaWorldConfig(ProcessEnvConfig):
         choices=("full", "proprio", "none"),
     )
     action_repeat: int = option(1, "Simulator steps per env step, repeating the action until success.", minimum=1)
+    rendering: str = option(
+        "full", "full: the package's meshes; fast: few triangles, for small images.", choices=("full", "fast")
+    )
     upright: bool = option(True, "Rotate the corner cameras' images by 180 degrees, so that they are upright.")
 
 
@@ -251,7 +256,7 @@ class MetaWorldSimulator(Simulator):
 
     def _render_camera(self, camera: str, size: int) -> np.ndarray:
         _show_goal(self._env)
-        renderer = _renderer_of(self._env.fullpath, size)
+        renderer = _renderer_of(self._env.fullpath, size, self.config.rendering == "fast")
         image = renderer.render([self._env.data], [renderer.model.camera(camera).id])[0, 0]
         if self._is_rotated(camera):
             image = image[::-1, ::-1]
@@ -303,18 +308,21 @@ def _show_goal(env: Any) -> None:
 
 
 _simulators: weakref.WeakSet[MetaWorldSimulator] = weakref.WeakSet()
-_renderers: dict[int, OrderedDict[str, StateRenderer]] = {}
+_renderers: dict[tuple[int, bool], OrderedDict[str, StateRenderer]] = {}
 _renderers_lock = threading.Lock()
 
 
-def _renderer_of(model_path: str, size: int) -> StateRenderer:
+def _renderer_of(model_path: str, size: int, is_fast: bool) -> StateRenderer:
     """Return this process's renderer for all envs with a model; it uses its own copy of the model."""
     with _renderers_lock:
-        renderers = _renderers.setdefault(size, OrderedDict())
+        renderers = _renderers.setdefault((size, is_fast), OrderedDict())
         if model_path not in renderers:
             # A renderer takes 150 MB and a second to build. Allow one per env and size, so that tasks do not evict each other's.
             while len(renderers) >= max(MIN_RENDERERS, len(_simulators)):
                 renderers.popitem(last=False)[1].close()
-            renderers[model_path] = StateRenderer(import_mujoco().MjModel.from_xml_path(model_path), size, MAX_GEOMS)
+            model = import_mujoco().MjModel.from_xml_path(model_path)
+            if is_fast:
+                lighten(model, CELL_M)
+            renderers[model_path] = StateRenderer(model, size, MAX_GEOMS)
         renderers.move_to_end(model_path)
         return renderers[model_path]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import tempfile
 from collections import Counter
@@ -38,7 +37,7 @@ from rlinf.models import lora  # noqa: E402
 from rlinf.models.config import LoraConfig  # noqa: E402
 from rlinf.models.layers import set_training_options  # noqa: E402
 from rlinf.models.norms import fuse_norms  # noqa: E402
-from tests.fake_gpu.gpu import ALLOCATIONS, VIEWS, FakeGpu, environment, why_not  # noqa: E402
+from tests.fake_gpu.gpu import ALLOCATIONS, VIEWS, FakeGpu, run_script  # noqa: E402
 
 PEAK_FLOPS, BANDWIDTH = 989e12, 3.35e12
 """Dense bfloat16 FLOP/s and bytes/s of an H100 SXM, from its data sheet."""
@@ -232,9 +231,4 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if os.environ.get("LD_PRELOAD"):
-        main(sys.argv[1:])
-    elif (reason := why_not()) is not None:
-        sys.exit(reason)
-    else:
-        os.execve(sys.executable, [sys.executable, *sys.argv], environment())
+    run_script(main)

@@ -109,6 +109,16 @@ def environment() -> dict[str, str]:
     return {**os.environ, "LD_PRELOAD": str(library())}
 
 
+def run_script(main: Callable[[list[str]], None]) -> None:
+    """Run a script's ``main`` with its arguments in an interpreter that can enter ``FakeGpu``, which replaces this one."""
+    if os.environ.get("LD_PRELOAD"):
+        main(sys.argv[1:])
+    elif (reason := why_not()) is not None:
+        sys.exit(reason)
+    else:
+        os.execve(sys.executable, sys.orig_argv, environment())
+
+
 if not torch.backends.cuda.is_built():
     KERNELS = torch.library.Library("aten", "IMPL", "CUDA")
     for name in ("silu_backward", "_fused_rms_norm"):

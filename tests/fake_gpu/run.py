@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import sys
 import time
 from typing import Any
 
-from tests.fake_gpu.gpu import environment, why_not
+from tests.fake_gpu.gpu import run_script
 
 COLUMNS = ("syncs", "d2h", "h2d", "launches", "bookkeeping", "peak_mb")
 HEADROOM = {"launches": 1.02, "bookkeeping": 1.05, "peak_mb": 1.01}
@@ -61,9 +59,4 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if os.environ.get("LD_PRELOAD"):
-        main(sys.argv[1:])
-    elif (reason := why_not()) is not None:
-        sys.exit(reason)
-    else:
-        os.execve(sys.executable, [sys.executable, "-m", "tests.fake_gpu.run", *sys.argv[1:]], environment())
+    run_script(main)

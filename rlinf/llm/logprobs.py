@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from rlinf.distributed.transfers import to_device
@@ -249,7 +249,7 @@ def _chunked_scores(
     if len(tokens) <= rows:
         return score(states, tokens)
     chunks = zip(states.split(rows), tokens.split(rows), strict=True)
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or (is_frozen and not states.requires_grad):
         scores = [score(*chunk) for chunk in chunks]
     elif is_frozen:
         scores = [_FrozenHead.apply(*chunk, score) for chunk in chunks]
@@ -279,6 +279,7 @@ class _FrozenHead(torch.autograd.Function):
         return logprobs.detach(), entropy
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: FunctionCtx, gradient: Tensor, _: Tensor | None) -> tuple[Tensor, None, None]:
         (gradients,) = ctx.saved_tensors
-        return (gradient.unsqueeze(-1) * gradients).to(gradients.dtype), None, None
+        return gradient.unsqueeze(-1) * gradients, None, None

@@ -1,4 +1,4 @@
-"""The Meta-World experiments on processes of their own, as short as it gets: cloning, PPO, evaluation with a video."""
+"""The Meta-World experiments on processes of their own, as short as it gets: cloning, RL, evaluation with a video."""
 
 import importlib.util
 import json
@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from rlinf.commands.collect import collect
 from rlinf.commands.train import train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
@@ -25,7 +26,11 @@ SHORT = [
 @pytest.mark.parametrize("experiment", ["metaworld_quickstart", "metaworld_mt50"])
 def test_a_metaworld_experiment_clones_trains_and_evaluates(experiment, tmp_path):
     is_mt50 = experiment == "metaworld_mt50"
-    words = ["algorithm.num_episodes=4", "algorithm.num_updates=2"] if is_mt50 else []
+    words = []
+    if is_mt50:
+        whole = ["env.max_episode_steps=100", "collect.num_episodes=2", "collect.num_envs=2", f"dataset={tmp_path}/data"]
+        collect(build_config(compose_config([f"experiment={experiment}", *SHORT, *whole])))
+        words = ["algorithm.num_episodes=4", "algorithm.num_updates=2", f"sft.dataset={tmp_path}/data"]
     config = build_config(compose_config([f"experiment={experiment}", *SHORT, *words]))
     config.output_dir = str(tmp_path / "run")
     validate(config)
@@ -37,7 +42,7 @@ def test_a_metaworld_experiment_clones_trains_and_evaluates(experiment, tmp_path
         assert {"eval/success_rate/reach-v3", "eval/success_rate/window-close-v3"} <= set(line)
     [rollout] = [line for line in lines if "rollout/success_rate" in line]
     if is_mt50:
-        assert rollout["rollout/num_episodes"] == 4
+        assert rollout["rollout/num_episodes"] == 4 and rollout["train/loss"] > 0
     else:  # PPO with 21 bins
         assert rollout["rollout/lost_episodes"] == 0 and 0 < rollout["train/entropy"] < np.log(21) + 0.05
     manifest = json.loads(next((tmp_path / "run").glob("checkpoints/*/manifest.json")).read_text())

@@ -158,8 +158,15 @@ def test_a_frozen_head_is_applied_to_each_chunk_once(load, name, monkeypatch):
     assert frozen[1].keys() == trained[1].keys() - weights and frozen[2] < 93 * VOCABULARY
     num_chunks = 10  # of 93 tokens; a trained head is applied once more in the backward pass
     assert num_trained - (len(calls) - num_trained) == num_chunks
-    scores = module.sequence_scores(model, ids, mask, with_entropy=True)
-    assert scores.logprobs.requires_grad and not scores.entropy.requires_grad and scores.entropy.any()
+    scores = module.sequence_scores(model, ids, mask, 0.7, with_entropy=True)
+    with torch.no_grad():
+        same = module.sequence_scores(model, ids, mask, 0.7, with_entropy=True)
+    assert torch.equal(scores.logprobs, same.logprobs) and scores.logprobs.requires_grad
+    assert torch.equal(scores.entropy, same.entropy) and not scores.entropy.requires_grad
+    model.requires_grad_(False)
+    calls.clear()
+    assert not sequence_logprobs(model, ids, mask).requires_grad
+    assert len(calls) == 2 + num_chunks, "the few tokens of the pass, the row that counts columns, and each chunk"
 
 
 def test_a_model_without_an_output_layer_gets_all_logits(load, monkeypatch):

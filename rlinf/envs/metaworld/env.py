@@ -89,7 +89,7 @@ MAX_IDLE_SCENES = 16
 MIN_RENDERERS = 4
 MAX_GEOMS = 400
 CELL_M = 0.008
-"""Edge length of a cube within which vertices are merged; a pixel of a 64 px image covers at least as much, but for the hand's camera."""
+"""Edge length of a cube within which vertices are merged; a pixel of a 64 px image of a corner camera covers more."""
 HAND_LOW, HAND_HIGH = (-0.525, 0.348, -0.0525), (0.525, 1.025, 0.7)
 
 
@@ -117,7 +117,7 @@ class MetaWorldConfig(ProcessEnvConfig):
     )
     action_repeat: int = option(1, "Simulator steps per env step, repeating the action until success.", minimum=1)
     rendering: str = option(
-        "full", "full: the package's meshes; fast: few triangles, for small images.", choices=("full", "fast")
+        "full", "full: the package's meshes; fast: few triangles, also in videos.", choices=("full", "fast")
     )
     upright: bool = option(True, "Rotate the corner cameras' images by 180 degrees, so that they are upright.")
 
@@ -317,7 +317,7 @@ def _renderer_of(model_path: str, size: int, is_fast: bool) -> StateRenderer:
     with _renderers_lock:
         renderers = _renderers.setdefault((size, is_fast), OrderedDict())
         if model_path not in renderers:
-            # A renderer takes 150 MB and a second to build. Allow one per env and size, so that tasks do not evict each other's.
+            # A renderer takes 150 MB and a second to build. Allow one per env, so that tasks do not evict each other's.
             while len(renderers) >= max(MIN_RENDERERS, len(_simulators)):
                 renderers.popitem(last=False)[1].close()
             model = import_mujoco().MjModel.from_xml_path(model_path)

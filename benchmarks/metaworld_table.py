@@ -64,6 +64,20 @@ def table(results: list[EvaluationResult]) -> str:
     return "\n".join(lines)
 
 
+def task_table(results: list[EvaluationResult]) -> str:
+    """Return a table of the successes in each task, in the order of the groups, in Markdown."""
+    lines = [
+        f"| group | task | n | {' | '.join('successes' for _ in results)} |",
+        f"|---|---|---|{'---|' * len(results)}",
+    ]
+    for group, tasks in GROUPS.items():
+        for task in tasks.split():
+            outcomes = [result.per_task[f"{task}-v3"] for result in results]
+            counts = " | ".join(str(outcome.successes) for outcome in outcomes)
+            lines.append(f"| {group} | {task} | {outcomes[0].episodes} | {counts} |")
+    return "\n".join(lines)
+
+
 def draw(results: list[EvaluationResult], path: Path) -> None:
     """Draw success by task as bars, in the order of the groups."""
     import matplotlib
@@ -95,9 +109,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+", help="one or two folders with a result.json")
     parser.add_argument("--image", type=Path, help="PNG of success by task")
+    parser.add_argument("--tasks", action="store_true", help="add a table of all tasks")
     arguments = parser.parse_args()
     results = [EvaluationResult.from_json(folder / "result.json") for folder in arguments.folders[:2]]
     print(table(results))
+    if arguments.tasks:
+        print(f"\n{task_table(results)}")
     if arguments.image:
         draw(results, arguments.image)
 

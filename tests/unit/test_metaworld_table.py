@@ -48,6 +48,8 @@ def test_rates_means_and_difference_by_hand(table):
     assert "| 12.5 | 37.5 |" in lines[7]  # (50 + 0 + 0 + 0) / 4 and (100 + 0 + 0 + 50) / 4; over the tasks 28 and 61
     assert lines[6].split("|")[3:5] == [" 28.0 (20.1 - 37.5) ", " 61.0 (51.2 - 70.0) "]
     assert lines[-1].startswith("after - before = +33.0 points")
+    rows = table.task_table([before, after]).splitlines()
+    assert len(rows) == 2 + 50 and "| easy | reach | 2 | 1 | 2 |" in rows and rows[-1] == "| very hard | pick-place-wall | 2 | 0 | 1 |"
 
 
 def test_bars_are_drawn(table, tmp_path):

@@ -28,7 +28,12 @@ def test_a_metaworld_experiment_clones_trains_and_evaluates(experiment, tmp_path
     is_mt50 = experiment == "metaworld_mt50"
     words = []
     if is_mt50:
-        whole = ["env.max_episode_steps=100", "collect.num_episodes=2", "collect.num_envs=2", f"dataset={tmp_path}/data"]
+        whole = [
+            "env.max_episode_steps=100",
+            "collect.num_episodes=2",
+            "collect.num_envs=2",
+            f"dataset={tmp_path}/data",
+        ]
         collect(build_config(compose_config([f"experiment={experiment}", *SHORT, *whole])))
         words = ["algorithm.num_episodes=4", "algorithm.num_updates=2", f"sft.dataset={tmp_path}/data"]
     config = build_config(compose_config([f"experiment={experiment}", *SHORT, *words]))

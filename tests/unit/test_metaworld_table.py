@@ -49,7 +49,11 @@ def test_rates_means_and_difference_by_hand(table):
     assert lines[6].split("|")[3:5] == [" 28.0 (20.1 - 37.5) ", " 61.0 (51.2 - 70.0) "]
     assert lines[-1].startswith("after - before = +33.0 points")
     rows = table.task_table([before, after]).splitlines()
-    assert len(rows) == 2 + 50 and "| easy | reach | 2 | 1 | 2 |" in rows and rows[-1] == "| very hard | pick-place-wall | 2 | 0 | 1 |"
+    assert (
+        len(rows) == 2 + 50
+        and "| easy | reach | 2 | 1 | 2 |" in rows
+        and rows[-1] == "| very hard | pick-place-wall | 2 | 0 | 1 |"
+    )
 
 
 def test_bars_are_drawn(table, tmp_path):

@@ -260,7 +260,7 @@ def _chunked_scores(
 
 
 class _FrozenHead(torch.autograd.Function):
-    """Apply ``score``, and compute its gradient with respect to ``states`` at once, because a frozen head needs no other."""
+    """Apply ``score``, and compute its gradient with respect to ``states`` in the forward pass; a frozen head has no gradients."""
 
     @staticmethod
     def forward(

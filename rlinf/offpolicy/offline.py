@@ -227,11 +227,10 @@ def check_replay_from(config: RunConfig, algorithm: OffPolicyConfig) -> None:
         reject(problem, "the frozen policy of that run", fix)
     saved, actor = read_saved_config(folder), actor_settings(policy_folder(folder))["actor"]
     free = set(ENVS.get(config.env.name).free_settings) - set(REWARD_SETTINGS)
-    # A key that the run lacks is newer, and its default changes nothing.
+    # A key that the run lacks is newer than the run, which behaved as the default does.
+    there_env = to_mapping(type(config.env)()) | saved["env"]
     pairs = {
-        f"env.{name}": (saved["env"][name], value)
-        for name, value in to_mapping(config.env).items()
-        if name in saved["env"] and name not in free
+        f"env.{name}": (there_env[name], value) for name, value in to_mapping(config.env).items() if name not in free
     }
     for name in ("precision", "features", "action_chunks_len", "action_token_len"):
         pairs[f"model.{name}"] = (saved["model"].get(name), getattr(config.model, name))

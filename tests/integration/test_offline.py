@@ -96,6 +96,13 @@ def test_a_run_begins_with_the_buffer_of_another_one_of_the_same_frozen_policy(t
     other = build(config_of(tmp_path / "five", f"algorithm.replay_from={changed}")).rl
     with pytest.raises(CheckpointError, match='from different conditions: normalization.unnorm_key: saved "another"'):
         other.make_parts(other.parts.worker.model)
+    older = tmp_path / "older"  # than the key hold_steps, so it behaved as the default does
+    shutil.copytree(tmp_path / "one" / "checkpoints" / "rl_000002", older)
+    lines = (older / "config.yaml").read_text().splitlines(keepends=True)
+    (older / "config.yaml").write_text("".join(line for line in lines if "hold_steps" not in line))
+    config_of(tmp_path / "six", f"algorithm.replay_from={older}")
+    with pytest.raises(ConfigError, match="but this run has env.hold_steps=3"):
+        config_of(tmp_path / "six", f"algorithm.replay_from={older}", "env.hold_steps=3")
     without = tmp_path / "clone"
     shutil.copytree(tmp_path / "one" / "checkpoints" / "rl_000002", without)
     (without / "model" / "actor.json").unlink()
